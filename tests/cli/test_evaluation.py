@@ -187,7 +187,7 @@ def test_all_rows_side_by_side(place, tmp_path, capsys):
     record = read_record(tmp_path / "run" / "results.json")
     assert record.range == (-3, 2), "whatever the folder is called"
     names = [row.label for row in record.results]
-    cooler = [f"{acts} {how}" for acts in ("adapter", "gated") for how in ("T=0.6", "T=0.3", "greedy")]
+    cooler = [f"{acts} {how}" for acts in ("adapter", "base", "gated") for how in ("T=0.6", "T=0.3", "greedy")]
     assert names == ["adapter", "base", "gated", *cooler, "adapter λ=0.5"]
     for how in ("T=0.6", "T=0.3", "greedy"):  # best against best: the gates meet the adapter at their own temperature
         ours, theirs = (record.find("words", acts, how) for acts in ("gated", "adapter"))
@@ -220,7 +220,7 @@ def test_an_evaluation_says_what_no_strength_reaches(place, tmp_path):
 def test_no_row_repeats_the_tasks_own_temperature(place, tmp_path):
     assert run(place, "gated", tmp_path / "run", "--temperature", "0.6", "--constants", "0.5", "--samples", "1") == 0
     names = [row.label for row in read_record(tmp_path / "run" / "results.json").results]
-    cooler = [f"{acts} {how}" for acts in ("adapter", "gated") for how in ("T=0.3", "greedy")]
+    cooler = [f"{acts} {how}" for acts in ("adapter", "base", "gated") for how in ("T=0.3", "greedy")]
     assert names == ["adapter", "base", "gated", *cooler, "adapter λ=0.5"]
     assert "adapter greedy" not in [row.label for row in variants_for("gated", own=0.0)]
 

@@ -254,12 +254,14 @@ def test_the_explorer_begins_there(place):
 def test_rows_of_an_evaluation():
     assert variants_for("gated", "none", recommended=0.45)[3:] == [
         ModelVariant("adapter", "T=0.45", temperature=0.45),
+        ModelVariant("base", "T=0.45", temperature=0.45),
         ModelVariant("gated", "T=0.45", temperature=0.45),
     ]
     assert variants_for("gated", "alone", recommended=0.0)[1:] == [ModelVariant("gated", "greedy", temperature=0.0)]
     assert variants_for("gated", "cheap", recommended=0.3) == variants_for("gated", "cheap")
     names = [row.label for row in variants_for("adapter", "cheap", [], recommended=0.8)]
-    assert names == ["adapter", "base", "adapter T=0.6", "adapter T=0.3", "adapter greedy", "adapter T=0.8"]
+    heats = ("T=0.6", "T=0.3", "greedy", "T=0.8")
+    assert names == ["adapter", "base", *(f"{acts} {heat}" for acts in ("adapter", "base") for heat in heats)]
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,11 @@ def test_without_gates_the_adapter_is_compared_with_its_base():
     assert opening.advice == "Use the adapter: it is significantly better than its base"
     assert "the base is significantly worse" in said[0]
     assert found("no difference shown")[0].advice == "The adapter is not significantly different from its base"
+    cooler = [row("base", score, how, temperature=heat) for score, how, heat in ((0.5, "T=0.3", 0.3), (0.6, "greedy", 0.0))]
+    _, said = found("better", row("gated", 0.35), *cooler)
+    assert [line for line in said if "without any adapter" in line] == [
+        "On t, T=1, the base greedy scores 60.0 % without any adapter."
+    ]
     assert banner(evaluation_record(row("base", 0.4, comparison=None, verdict=None))).advice.endswith("with its base")
     opening, said = found("better", row("gated", 0.5))
     assert opening.advice == (
@@ -259,6 +264,24 @@ def test_the_banner_does_not_take_gates_that_the_adapter_beats_at_its_best_tempe
     assert found(0.60, None).advice.endswith("it has 60.0 % and the gates 47.0 %")
     for adapter, gated in ((0.45, 0.46), (0.45, None), (None, None)):
         assert found(adapter, gated).advice == "Use the gates: significantly better than the adapter"
+
+
+def test_nor_is_the_base_or_the_adapter_better_that_the_other_beats_at_its_best_temperature():
+    def found(verdict, adapter, base):
+        best = [{"at_best": {"temperature": 0.0, "score": estimate(one)}} for one in (adapter, base)]
+        return banner(evaluation_record(row("adapter", 0.3, **best[0]), row("base", 0.4, verdict=verdict, **best[1])))
+
+    unsure = "The adapter is not significantly different from its base"
+    said = found("better", 0.6, 0.5)
+    assert said.advice == (
+        f"{unsure}; the base is better at the task's own temperature alone: at the best of each the adapter has 60.0 % and the "
+        "base 50.0 %"
+    )
+    assert said.score.startswith("t: adapter 30.0")
+    assert found("better", 0.6, 0.7).advice.startswith("Use the base without the adapter")
+    for base in (0.6, 0.7):
+        assert found("worse", 0.6, base).advice.startswith(f"{unsure}; the adapter is better at the task's own temperature alone")
+    assert found("worse", 0.6, 0.5).advice.startswith("Use the adapter")
 
 
 def record_of(tasks, average=()):

@@ -117,11 +117,11 @@ def variants_for(
 
     Args:
         kind: what was loaded.
-        controls: "cheap" adds adapter and gates at lower temperatures and greedy, and the adapter with one constant λ; "full"
+        controls: "cheap" adds adapter, base and gates at lower temperatures and greedy, and the adapter with one constant λ; "full"
             also random gates of the trained ones' size; "none" leaves them out, "alone" also the adapter and the base beneath
             the model. Controls that must be trained are models of their own.
         constants: the constant λ of the cheap controls, each a number or, for a part of the model, "lower=0.5".
-        recommended: a temperature at which the model, and the adapter beside it, are scored whatever the controls; None for that
+        recommended: a temperature at which the model, and adapter and base beside it, are scored whatever the controls; None for that
             of the tasks alone.
         own: the temperature of all the tasks, at which no variant repeats the first ones; None where they have several.
 
@@ -139,8 +139,8 @@ def variants_for(
     if controls == "full" and kind == "gated":
         variants.append(ModelVariant("gated", "random gates", random=0))
     cooler = [one for one in dict.fromkeys([*(LOWER_TEMPERATURES if controls != "none" else ()), *added]) if one != own]
-    for weights in ("adapter", "gated") if kind == "gated" else ("adapter",):
-        variants += [ModelVariant(weights).with_temperature(temperature) for temperature in cooler]
+    models = dict.fromkeys(variant.weights for variant in variants)
+    variants += [ModelVariant(weights).with_temperature(temperature) for weights in models for temperature in cooler]
     if controls != "none":
         for value in dict.fromkeys(constants):  # each once, in order: a variant is known by its label
             try:

@@ -262,9 +262,8 @@ def build_variants(
     scales = {variant.label: variant for variant in constant_scale_variants(lora_paths(adapter))}
     best_scale = max((row for row in rows if row["weights"] == "scale"), key=lambda row: row["mean"])
     models_by_variant = {ModelVariant("adapter"): adapter, ModelVariant("base"): adapter}
-    models_by_variant |= {
-        ModelVariant("adapter").with_temperature(temperature): adapter for temperature in LOWER_TEMPERATURES
-    }
+    plain = list(models_by_variant)
+    models_by_variant |= {one.with_temperature(heat): adapter for one in plain for heat in LOWER_TEMPERATURES}
     models_by_variant[scales[best_scale["label"].rpartition(" ")[0]]] = adapter  # without " greedy" or " T=0.3"
     models_by_variant[ModelVariant("adapter", DFT)] = made.models[DFT]
     gated = ModelVariant("gated", gates=gates)

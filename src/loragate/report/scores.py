@@ -238,9 +238,10 @@ def _confounder_lines(gated: Record, adapter: Record, rows: list[Record]) -> lis
         lines.append("no cheap control was run (lower temperature, one λ).")
     elif best["avg_at_k"]["mean"] >= score:
         lines.append(f"{row_name(best)} needs no training and scores {percent(best['avg_at_k']['mean'])} %.")
-    for row in rows:
-        if row["variant"] == "base" and row["avg_at_k"]["mean"] >= score:
-            lines.append(f"the base scores {percent(row['avg_at_k']['mean'])} % without any adapter.")
+    bases = [row for row in rows if row["variant"] == "base" and row["avg_at_k"]["mean"] >= score]
+    if bases:
+        bare = max(bases, key=lambda row: row["avg_at_k"]["mean"])
+        lines.append(f"the {row_name(bare)} scores {percent(bare['avg_at_k']['mean'])} % without any adapter.")
     cut, before = gated["truncated"], adapter["truncated"]
     if max(cut, before) >= NOTABLE:
         line = f"{percent(cut)} % of the answers of the gates are cut off, {percent(before)} % of the adapter's"
@@ -271,10 +272,13 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
         for verdict in ("better", "worse", "no difference shown")
     )
     # a gain at one temperature is none where the adapter alone is better at another
-    beaten = {where: best for where in helped if (best := _best_of_each(record, where)) and best[0] > best[1]}
+    beaten = {where: best for where in helped if (best := _best_of_both(record, where, "gated")) and best[0] > best[1]}
     helped = [where for where in helped if where not in beaten]
     cells = [(where, found) for where, rows, _ in every if (found := _cells(rows))[0]]
     bases = _verdicts(every, "base")
+    # the base likewise: better at one temperature is not better where everybody may take the best
+    turned = {where: best for where, said in bases.items() if (best := _turned(record, where, said))}
+    bases |= dict.fromkeys(turned, "no difference shown")
     lost = [where for where, said in bases.items() if said == "better"]
     if cells and not verdicts:
         advice = "; ".join([*(f"On {where}, {_cells_in_words(found)}" for where, found in cells), NO_CHOICE])
@@ -305,6 +309,12 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     if lost and _has_gates(record):
         advice += f"; the base without any adapter is {VERDICTS['better']}"
         advice += f" on {', '.join(lost)}" if len(bases) > len(lost) else ""
+    for where, (adapter, base) in turned.items():
+        ahead = "the base" if adapter > base else "the adapter"
+        advice += (
+            f"; {f'on {where} ' if len(bases) > 1 else ''}{ahead} is better at the task's own temperature alone: at the best of "
+            f"each the adapter has {percent(adapter)} % and the base {percent(base)} %"
+        )
     title, rows, key = next((one for one in every if one[0] in helped[:1]), every[0])
     names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
     table = dict(zip(names, score_tables(record), strict=True))[title]
@@ -343,13 +353,21 @@ def _advice_without_gates(bases: Mapping[str, str]) -> str:
     return "The adapter is not significantly different from its base"
 
 
-def _best_of_each(record: Record, where: str) -> tuple[float, float] | None:
-    """What adapter and gates score at the best temperature of each; None where one alone was asked.
+def _turned(record: Record, where: str, verdict: str) -> tuple[float, float] | None:
+    """What adapter and base score at the best temperature of each, where that takes the base's verdict back."""
+    best = _best_of_both(record, where, "base")
+    if best is None or verdict not in ("better", "worse"):
+        return None
+    return best if (best[0] > best[1] if verdict == "better" else best[0] <= best[1]) else None
+
+
+def _best_of_both(record: Record, where: str, other: str) -> tuple[float, float] | None:
+    """What the adapter and another model score at the best temperature of each; None where one alone was asked.
 
     At several temperatures it is `at_best`, which the choice does not flatter.
     """
     tasks = next((rows[0].get("tasks", ()) for title, rows in suites_of(record) if title == where), (where,))
-    scores, several = {"adapter": 0.0, "gated": 0.0}, False
+    scores, several = {"adapter": 0.0, other: 0.0}, False
     for task in tasks:
         own = {row["variant"]: row for row in rows_of(record, task) if row["control"] is None}
         if not scores.keys() <= own.keys():
@@ -358,7 +376,7 @@ def _best_of_each(record: Record, where: str) -> tuple[float, float] | None:
             best = own[name].get("at_best")
             several |= best is not None
             scores[name] += (best["score"] if best else own[name]["avg_at_k"])["mean"] / len(tasks)
-    return (scores["adapter"], scores["gated"]) if several else None
+    return (scores["adapter"], scores[other]) if several else None
 
 
 def _verdicts(every: list[tuple[str, list[Record], str]], variant: str = "gated") -> dict[str, str]:
