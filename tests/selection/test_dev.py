@@ -124,6 +124,7 @@ def test_a_question_among_the_examples_is_found_in_every_form_of_theirs(turns, t
     path = write_jsonl(tmp_path / "p.jsonl", rows())
     whole, last = [*turns, {"role": "assistant", "content": "3"}], [{"role": "assistant", "content": "3"}]
     as_text = [{"messages": json.dumps(whole)}, {"prompt": json.dumps(turns), "completion": json.dumps(last)}]
+    as_text += [{"query": "What is 3?", "response": "3"}, {"input": "what is 3", "output": "3"}]
     for row in ({"messages": whole}, *as_text):
         taken = prompts_with_location(load_rows([row]))
         with pytest.raises(DataError, match=r"p\.jsonl:4: 1 of 32 dev questions are also among the examples"):

@@ -21,7 +21,18 @@ import numpy as np
 
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
-from loragate.data.formats import CONTEXT, MEDIA, SYSTEM, conversation, messages_of_json, question_text, with_system
+from loragate.data.formats import (
+    BARE_PAIR,
+    CHOICES,
+    CONTEXT,
+    MEDIA,
+    SYSTEM,
+    conversation,
+    messages_of_json,
+    question_text,
+    refuse_left_out,
+    with_system,
+)
 from loragate.data.rows import RowsGiven, is_saved
 from loragate.display import pluralize
 from loragate.errors import ConfigError, DataError, nearest
@@ -37,17 +48,12 @@ from loragate.selection.settings import DevSettings
 
 ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
 """((where it stands, text) of prompts, what they are)"""
-PROMPTS = ("prompt", "question", "problem", "instruction")
+PROMPTS = ("prompt", "question", "problem", "instruction", "query")
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*ANSWER_GRADERS, "tiny")
 ASKED = (
     *CONTEXT,
-    "choices",
-    "options",
-    "answer_choices",
-    "endings",
-    "A",
-    "option_a",
+    *CHOICES,
     "history",
     "tools",
     *MEDIA,
@@ -246,7 +252,8 @@ def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The user's words in rows of any format, for the comparison with questions."""
     texts = []
     for row in rows:
-        for name in ("messages", "conversations", *PROMPTS):
+        named = [name for name in ("messages", "conversations", *PROMPTS) if row.get(name) is not None]
+        for name in named or BARE_PAIR[:1]:
             value = messages_of_json(row.get(name))
             if isinstance(value, str):
                 with suppress(DataError):
@@ -274,11 +281,10 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
                 "the final answer alone"
             )
         used = next((column for column in PROMPTS if row.get(column) is not None), "")
-        for column in ASKED if used else ():
-            if row.get(column) and not _stands_in(row[column], str(row[used])):
-                raise DataError(
-                    f"{where}: the column {column!r} would be left out; write the whole question into one column 'prompt'"
-                )
+        try:
+            refuse_left_out(row, ASKED if used else (), used, str(row.get(used)))
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
     missing = [index for index, row in enumerate(rows) if all(row.get(column) is None for column in ANSWERS)]
     if missing and len(missing) == len(rows):
         raise ConfigError(
@@ -288,15 +294,6 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
         )
     if missing:
         raise DataError(f"{rows.where(missing[0])}: no answer, though other questions have one; give all of them one")
-
-
-def _stands_in(value: Any, text: str) -> bool:
-    """Whether a text holds every text of a value."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return all(_stands_in(one, text) for one in value)
-    return bool(re.search(rf"(?<!\w){re.escape(str(value).strip())}(?!\w)", text))
 
 
 def _system_message(rows: Rows, name: str) -> str | None:
