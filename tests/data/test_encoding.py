@@ -406,13 +406,20 @@ def test_rows_that_are_left_out_or_cut_are_warned_of_once(talk, write, monkeypat
     for _ in range(2):
         encode_rows(load_rows(path), tokenizer, max_length=64)
     assert told == [
-        f"{path}: of 5 rows 1 left out without a response; 1 left out, as max_length cuts the whole response; 1 cut by "
-        "max_length; 1 trained on their last answer only, as the template rewrites earlier turns"
+        f"{path}: of 5 rows 1 left out without a response, or switched off; 1 left out, as max_length cuts the whole response; "
+        "1 cut by max_length; 1 trained on their last answer only, as the template rewrites earlier turns"
     ]
     encode_rows([whole], tokenizer, max_length=64)
     assert len(told) == 1, "nothing to say of whole rows"
     encode_rows([whole, {"messages": talk(" ", "b")}], tokenizer, max_length=64)
     assert told[1:] == ["rows in memory: of 2 rows 1 with an empty user turn"]
+    none = [{"instruction": "a", "input": given, "output": "b"} for given in ("<noinput>", "c", "<noinput>")]
+    summary = encode_rows([*none, {**none[1], "train": False}], tokenizer, max_length=64).summary
+    assert (summary.no_input, summary.empty) == (2, 1)
+    assert told[2:] == [
+        "rows in memory: of 4 rows 1 left out without a response, or switched off; 2 whose input says that there is none "
+        "(<noinput>), which is left out of the prompt"
+    ]
 
 
 def test_rows_that_hold_tokens_of_the_template_are_warned_of(monkeypatch):

@@ -34,6 +34,14 @@ def turns_of(row):
         ("prompt_completion", {"problem": "2+2?", "solution": "4", "lang": "python"}),
         ("prompt_completion", {"question": "2+2?", "answer": "4"}),
         ("prompt_completion", {"instruction": "2+2?", "response": "4"}),
+        ("prompt_completion", {"question": "2+2?", "response": "4", "id": "flan.1"}),  # OpenOrca
+        ("prompt_completion", {"query": "2+2?", "response": "4", "original_question": "1+1?"}),  # MetaMathQA
+        ("prompt_completion", {"query": "2+2?", "answer": "4", "lang": "python"}),  # CodeFeedback
+        ("prompt_completion", {"input": "2+2?", "output": "4"}),
+        ("alpaca", {"instruction": "2+2?", "input": "<noinput>", "output": "4"}),
+        ("alpaca", {"instruction": "2+2?", "input": "Noinput", "output": "4"}),
+        ("prompt_completion", {"question": "2+2?", "train": True, "weight": "1.0", "answer": "4"}),
+        ("messages", {"messages": [ASK, ANSWER], "choices": ["3", "4"]}),
     ],
 )
 def test_every_format_becomes_the_same_conversation(format, row):
@@ -155,6 +163,28 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
             {"question": "a", "answer": "b", "system": "S", "system_prompt": "T"},
             "f:1: found system and system_prompt, which say",
         ),
+        (
+            {"question": "a", "answer": "b", "response": "c"},
+            r"f:1: found question\+answer and question\+response in one",
+        ),
+        ({"question": "a", "query": "b", "response": "c"}, r"f:1: found question\+response and query\+response in one"),
+        (
+            {"question": "2+2?", "choices": ["3", "4"], "answer": "4"},
+            "f:1: the column 'choices' would be left out; write",
+        ),
+        (
+            {"instruction": "2+2?", "options": {"A": "3", "B": "4"}, "output": "B"},
+            "f:1: .*'options' would be left out; write the whole question into one column 'instruction', or remove",
+        ),
+        ({"prompt": "2+2?", "choices": '["3", "4"]', "completion": "4"}, "f:1: the column 'choices' would be left out"),
+        (
+            {"question": "a", "answer": "b", "weight": 0.5},
+            "f:1: weight of the row is '0.5', expected true, false, 1 or 0",
+        ),
+        (
+            {"messages": [ASK, ANSWER], "train": True, "weight": 0},
+            "f:1: the row has train and weight, which contradict",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_row_is_told_with_its_place(row, message):
@@ -237,6 +267,41 @@ def test_turns_that_are_switched_off_are_context(off, on):
     with pytest.raises(EmptyResponse, match="every assistant turn is switched off"):
         turns_of({"messages": [ASK, {**ANSWER, **off}]})
     assert turns_of({"prompt": [ASK, ANSWER, ASK], "completion": [{**ANSWER, **on}]}).trained == (3,)
+
+
+@pytest.mark.parametrize(
+    "off", [{"train": False}, {"weight": 0}, {"training": "False"}, {"weight": "0"}, {"loss": False}]
+)
+@pytest.mark.parametrize(
+    "row", [{"messages": [ASK, ANSWER]}, {"prompt": "2+2=", "completion": "4"}, {"input": "2+2?", "output": "4"}]
+)
+def test_a_row_that_is_switched_off_is_no_row_to_learn_from(row, off):
+    with pytest.raises(EmptyResponse, match="f:1: the row is switched off: there is nothing to learn"):
+        turns_of({**row, **off})
+    assert unused({**row, **off}, detect_format(row)) == []
+    measured = {**row, "loss": 0.0}
+    assert turns_of(measured) == turns_of(row)
+    assert unused(measured, detect_format(row)) == ["loss"]
+
+
+def test_options_that_stand_in_the_question_are_no_reason_to_refuse():
+    row = {"question": "2+2? (A) 3 (B) 4", "choices": {"text": ["3", "4"], "label": ["A", "B"]}, "answer": "B"}
+    assert turns_of(row).messages[0]["content"] == row["question"]
+    assert unused(row, "prompt_completion") == []
+    assert turns_of({**row, "choices": '["3", "4"]'}).messages[0]["content"] == row["question"], "as csv holds a list"
+    beside = {"question": "2+2?", "context": "3 or 4", "options": ["3", "4"], "answer": "4"}
+    assert turns_of(beside).messages[0]["content"] == "2+2?\n\n3 or 4"
+
+
+@pytest.mark.parametrize("other", ["prompt", "problem", "response", "answer"])
+def test_input_and_output_beside_another_question_or_answer_are_no_pair(other):
+    with pytest.raises(DataError, match="which fit no known row format"):
+        detect_format({"input": "a", "output": "b", other: "c"})
+
+
+def test_rows_of_token_ids_are_told_where_they_can_be_given():
+    with pytest.raises(DataError, match=r"input_ids, labels: rows that are token ids already.* EncodedRows\(items\)"):
+        detect_format({"input_ids": [4, 5], "labels": [-100, 5]})
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -374,6 +439,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 KEYS = ["messages", "conversations", "instruction", "input", "output", "prompt", "completion", "response", "system"]
+KEYS += ["train", "choices"]
 
 
 @settings(max_examples=200, deadline=None)

@@ -125,6 +125,35 @@ def test_a_tool_call_is_learned_with_its_arguments_or_refused(stem):
     assert '\\"city' not in text, "the arguments are an object, and not the text of one"
 
 
+CHANNELS = "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' ~ m.channel if m.channel else '' }}\n{{ m.content }}<|im_end|>\n"
+CHANNELS += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+
+
+@pytest.mark.parametrize("stem", ["gptoss", "gptoss_training", "qwen2_5"])
+def test_a_turn_of_a_channel_that_the_template_does_not_read_is_refused(stem):
+    """Harmony's reasoning would be learned as an answer; what the template writes from other keys stands."""
+    tokenizer, ask = tokenizer_of(stem), {"role": "user", "content": "Ask one?"}
+    final = {"role": "assistant", "channel": "final", "content": "Reply one."}
+    for channel in ("analysis", "commentary"):
+        turn = {"role": "assistant", "channel": channel, "content": "They ask."}
+        for one in (turn, {**turn, "train": False}):
+            with pytest.raises(
+                DataError, match=rf"message 1 has the channel '{channel}', which the .* the key thinking"
+            ):
+                encode_rows([{"messages": [ask, one, final]}], tokenizer, max_length=None)
+        own = byte_level(CHANNELS)
+        (item,) = encode_rows([{"messages": [ask, turn, final]}], own, max_length=None)
+        assert learned(item, own) == f" {channel}\nThey ask.<|im_end|> final\nReply one.<|im_end|>"
+    (item,) = encode_rows([{"messages": [ask, final]}], tokenizer, max_length=None)
+    assert "Reply one." in learned(item, tokenizer)
+    call = {"role": "assistant", "channel": "commentary", "content": None, "tool_calls": [CALL]}
+    (item,) = encode_rows([{"messages": [ask, call]}], tokenizer, max_length=None)
+    assert "get_weather" in learned(item, tokenizer)
+    if stem != "qwen2_5":
+        (item,) = encode_rows([{"messages": [ask, {**final, "thinking": "They ask."}]}], tokenizer, max_length=None)
+        assert "<|channel|>analysis<|message|>They ask.<|end|>" in learned(item, tokenizer)
+
+
 def test_variables_of_the_template_open_nemotron():
     """With thinking switched off in the row, the prompt closes the block that it otherwise leaves open."""
     stem = next(name for name in sorted(TEMPLATES) if name.startswith("nemotron") and name.endswith("_training"))

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loragate.data.formats import REASONING, Message, Turns
@@ -222,6 +223,13 @@ class Chat:
             if message["role"] != "assistant":
                 continue
             at = f"{where}: the assistant turn at message {index}"
+            channel = message.get("channel")
+            if channel not in (None, "final") and not message.get("tool_calls") and not self._reads_channel:
+                raise DataError(
+                    f"{at} has the channel {excerpt(str(channel))}, which the chat template does not read: it would be an answer "
+                    "like any other. Put its text into the next answer, as the key thinking (reasoning_content, where the "
+                    "template reads that), or give a template that reads channel with --chat-template FILE"
+                )
             span = spans.get(index)
             text = full[len(span.prompt) : span.end] if span else full
             missing = [f"call of {name}" for name in _missing_tool_calls(message, text)]
@@ -247,6 +255,11 @@ class Chat:
                 raise DataError(
                     f"{at} is the end of a turn alone, {excerpt(text)}: there is nothing to learn. Remove the row"
                 )
+
+    @cached_property
+    def _reads_channel(self) -> bool:
+        """Whether a turn's key `channel`, of OpenAI's Harmony, changes anything; gpt-oss' own template does not read it."""
+        return self.render_probe([_ASK, {**_ANSWER, "channel": "analysis"}]) != self.render_probe([_ASK, _ANSWER])
 
     def _leaves_out(self, role: str) -> bool:
         if role not in self._left_out:

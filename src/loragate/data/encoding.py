@@ -27,7 +27,7 @@ import torch
 from rich.text import Text
 
 from loragate.data.chat import Chat, Segment
-from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize, unused
+from loragate.data.formats import FORMATS, EmptyResponse, Turns, detect_format, normalize, says_no_input, unused
 from loragate.data.rows import Rows, load_rows
 from loragate.errors import ConfigError, DataError
 from loragate.printable import escape_controls, excerpt
@@ -182,6 +182,7 @@ class Summary:
         unused: columns that hold something and that nothing reads.
         template_kwargs: rows that give variables to the chat template, which generation is not given.
         unasked: rows with an empty user turn.
+        no_input: rows whose input only says that there is none.
         doubled: {special token that the chat template writes: rows that hold it in their own text as well}.
     """
 
@@ -197,6 +198,7 @@ class Summary:
     unused: tuple[str, ...] = ()
     template_kwargs: int = 0
     unasked: int = 0
+    no_input: int = 0
     doubled: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -408,7 +410,7 @@ def encode_rows(
     encoded = EncodedRows(_items(encoder, rows, on_progress or (lambda done, of: None)), summary)
     if summary.empty == len(rows):
         raise DataError(
-            f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
+            f"{rows.source}: the response of every one of {len(rows)} rows is empty or switched off, so there is nothing to learn"
         )
     if not len(encoded):
         without = f" ({summary.empty} of them have none)" if summary.empty else ""
@@ -418,11 +420,12 @@ def encode_rows(
         )
     summary.dropped = len(rows) - len(encoded) - summary.empty
     account = {
-        "left out without a response": summary.empty,
+        "left out without a response, or switched off": summary.empty,
         "left out, as max_length cuts the whole response": summary.dropped,
         "cut by max_length": summary.truncated,
         "trained on their last answer only, as the template rewrites earlier turns": summary.last_turn_only,
         "with an empty user turn": summary.unasked,
+        "whose input says that there is none (<noinput>), which is left out of the prompt": summary.no_input,
     }
     notes = [f"{count} {what}" for what, count in account.items() if count]
     if doubled := ", ".join(f"{count} hold {escape_controls(token)}" for token, count in summary.doubled.items()):
@@ -459,6 +462,7 @@ def _items(encoder: Encoder, rows: Rows, on_progress: Callable[[int, int], None]
                     f"{where}: the row has {'no' if masked else 'a'} keep_mask, unlike {rows.where(0)}; "
                     "give it on every row or on none"
                 )
+            summary.no_input += not one.is_plain and "input" in FORMATS[summary.format].besides and says_no_input(row)
             turns.append((one, where))
             places.append(index)
         summary.plain += sum(one.is_plain for one, _ in turns)

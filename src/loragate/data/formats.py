@@ -14,6 +14,7 @@ and `unused` lists the columns that nothing reads.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,12 +30,20 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 RAW_PAIR = ("prompt", "completion")
+BARE_PAIR = (
+    "input",
+    "output",
+)  # where no other column of a pair is there: beside an instruction, `input` is its context
 PAIRS = (
     RAW_PAIR,
     ("prompt", "response"),
     ("problem", "solution"),
     ("question", "answer"),
+    ("question", "response"),
+    ("query", "answer"),
+    ("query", "response"),
     ("instruction", "response"),
+    BARE_PAIR,
 )
 
 # columns that belong to the question of a pair, in the order in which they follow it
@@ -50,10 +59,13 @@ CONTEXT = (
     "paragraph",
     "story",
 )
+NO_INPUT = ("<noinput>", "noinput")  # how Alpaca's rows, in small letters, write that there is no input
+CHOICES = ("choices", "options", "answer_choices", "endings", "A", "option_a")  # what a question lets choose from
 SYSTEM = ("system", "system_prompt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# keys of a turn that say whether it is learned: axolotl's, OpenAI's and mistral-finetune's, ms-swift's
+# keys of a turn, or of a row, that say whether it is learned: axolotl's, OpenAI's and mistral-finetune's, ms-swift's
 SWITCHES = ("train", "training", "weight", "loss")
+SWITCHED = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # csv holds text
 TEXT_BLOCKS = ("text", "input_text", "output_text")  # the last two are OpenAI's
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -115,7 +127,13 @@ class Format(NamedTuple):
 
     def matches(self, row: Row) -> bool:
         """Whether the row has the columns, none of them null."""
-        return any(_has(row, *group) for group in self.columns)
+        return bool(self.groups(row))
+
+    def groups(self, row: Row) -> list[tuple[str, ...]]:
+        """The groups of which the row has all columns."""
+        found = [group for group in self.columns if _has(row, *group)]
+        others = {key for pair in PAIRS for key in pair if key not in BARE_PAIR and row.get(key) is not None}
+        return [group for group in found if group != BARE_PAIR or not others]
 
 
 def conversation(entries: Any, key: str) -> tuple[Message, ...]:
@@ -170,18 +188,34 @@ def _normalize_train_flag(present: Message, role: str, place: str) -> Message:
             "keep_mask and choose an objective that reads it"
         )
     found = {key: present.pop(key) for key in SWITCHES if key in present}
-    for key, value in found.items():
-        if isinstance(value, str | list | dict) or value not in (0, 1):
-            raise DataError(
-                f"{key} of {place} is {excerpt(str(value))}, expected true, false, 1 or 0: a turn is learned or is not"
-            )
-        if value and role != "assistant":
-            raise DataError(
-                f"{place} is a turn of the role {role} with {key} switched on; only assistant turns are learned"
-            )
-    if len(set(map(bool, found.values()))) > 1:
-        raise DataError(f"{place} has {' and '.join(found)}, which contradict each other. Leave one of them out")
-    return {**present, "train": bool(next(iter(found.values())))} if found else present
+    learned = _switch(found, place)
+    if learned and role != "assistant":
+        raise DataError(
+            f"{place} is a turn of the role {role} with {next(iter(found))} switched on; only assistant turns are learned"
+        )
+    return present if learned is None else {**present, "train": learned}
+
+
+def _switch(found: Mapping[str, Any], place: str) -> bool | None:
+    """What the switches of a turn or of a row say; None without any."""
+    said = {key: SWITCHED.get(str(value).strip().casefold()) for key, value in found.items()}
+    if wrong := next((key for key in said if said[key] is None), None):
+        raise DataError(
+            f"{wrong} of {place} is {excerpt(str(found[wrong]))}, expected true, false, 1 or 0: what it marks is learned or is "
+            "not. Take it out, or rename it where it says something else"
+        )
+    if len(set(said.values())) > 1:
+        raise DataError(f"{place} has {' and '.join(said)}, which contradict each other. Leave one of them out")
+    return next(iter(said.values()), None)
+
+
+def _switches_of(row: Row) -> dict[str, Any]:
+    """The columns that say whether a row is learned; a number in `loss` is one that somebody measured."""
+    return {
+        key: row[key]
+        for key in SWITCHES
+        if row.get(key) not in (None, "") and (key != "loss" or isinstance(row[key], bool))
+    }
 
 
 def _calls_of_text(text: Any, place: str) -> list[dict[str, Any]]:
@@ -298,6 +332,12 @@ def detect_format(row: Row) -> str:
         for format in FORMATS.values():
             _refuse_null(row, [group for group in format.columns if any(row.get(key) is not None for key in group)])
         _refuse_preferences(row)
+        if _has(row, "input_ids"):
+            raise DataError(
+                f"found the keys {_key_list(row)}: rows that are token ids already. Give the rows they were made from, with their "
+                "texts; in Python, items of input_ids, labels (-100 outside responses) and row are EncodedRows(items) of "
+                "loragate.data"
+            )
         raise DataError(
             f"found the keys {_key_list(row)}, which fit no known row format. Rename them to those of one: {known}."
         )
@@ -328,13 +368,13 @@ def _refuse_null(row: Row, groups: Iterable[tuple[str, ...]]) -> None:
 def unused(row: Row, format: str) -> list[str]:
     """The columns of a row that hold something and that nothing reads; empty for a row of another format."""
     chosen = FORMATS[format]
-    groups = [group for group in chosen.columns if _has(row, *group)]
-    read = {"keep_mask", *(key for group in groups for key in group)}
+    groups = chosen.groups(row)
+    read = {"keep_mask", *_switches_of(row), *(key for group in groups for key in group)}
     texts = all(isinstance(value, str) for group in groups for value in _pair_values(row, group))
     if RAW_PAIR not in groups or not texts:
         read |= {*chosen.besides, "tools", "functions", "chat_template_kwargs"}
     if not texts:  # context and history belong to a question that is text, and to no list of messages
-        read -= {*CONTEXT, "history"}
+        read -= {*CONTEXT, *CHOICES, "history"}
     return [str(key) for key, value in row.items() if groups and key not in read and value not in (None, "", [], {})]
 
 
@@ -346,6 +386,8 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
     """
     chosen = FORMATS[format]
     try:
+        if _switch(_switches_of(row), "the row") is False:
+            raise EmptyResponse("the row is switched off: there is nothing to learn. Remove the row.")
         if not chosen.matches(row):
             _refuse_null(row, chosen.columns)
             raise DataError(f"found the keys {_key_list(row)}, expected the format {format}: {chosen.keys}")
@@ -409,12 +451,14 @@ def _question_row(row: Row, key: str, answer: str) -> Turns:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise DataError(f"history[{index}] is {kind_of(pair)}, expected a pair [user text, assistant text]")
         messages += pair_messages(text_of(pair[0], f"history[{index}][0]"), text_of(pair[1], f"history[{index}][1]"))
-    messages += pair_messages(question_text(row, key), answer)
+    question = question_text(row, key)
+    refuse_left_out(row, CHOICES, key, question)
+    messages += pair_messages(question, answer)
     return Turns(with_system(row, tuple(messages)))
 
 
 def _pair_row(row: Row) -> Turns:
-    fitting = [pair for pair in PAIRS if _has(row, *pair)]
+    fitting = FORMATS["prompt_completion"].groups(row)
     if len(fitting) > 1:
         names = " and ".join("+".join(pair) for pair in fitting)
         raise DataError(f"found {names} in one row, so prompt and response are ambiguous. Remove the pair not meant.")
@@ -432,6 +476,7 @@ def _pair_row(row: Row) -> Turns:
         )
     texts = text_of(prompt, pair[0]), text_of(completion, pair[1])
     if pair == RAW_PAIR:
+        refuse_left_out(row, CHOICES, pair[0], texts[0])
         return Turns((), *texts)
     return _question_row(row, pair[0], texts[1])
 
@@ -458,12 +503,37 @@ def question_text(row: Row, key: str) -> str:
     """The text of a question's column, and behind it those of the context that the row gives."""
     parts = [text_of(row[key], key)]
     for name in CONTEXT:
-        value = row.get(name)
+        value = None if name == key or (name == "input" and says_no_input(row)) else row.get(name)
         if name in ("contexts", "passages", "documents") and isinstance(value, str):
             value = _texts_of_json(value)
         texts = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
         parts += [text_of(text, name) for text in texts]
     return "\n\n".join(part for part in parts if part.strip())
+
+
+def says_no_input(row: Row) -> bool:
+    """Whether the column `input` only says that there is none, as Alpaca's `<noinput>`."""
+    return str(row.get("input")).strip().casefold() in NO_INPUT
+
+
+def refuse_left_out(row: Row, columns: Iterable[str], key: str, text: str) -> None:
+    """Refuse a row of which a column belongs to the question and does not stand in its text, that of the column `key`."""
+    for column in columns:
+        if row.get(column) and not _stands_in(row[column], text):
+            raise DataError(
+                f"the column {column!r} would be left out; write the whole question into one column {key!r}, or remove "
+                f"{column!r} where it is no part of it"
+            )
+
+
+def _stands_in(value: Any, text: str) -> bool:
+    """Whether a text holds every text of a value."""
+    value = _texts_of_json(value) if isinstance(value, str) else value
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return all(_stands_in(one, text) for one in value)
+    return bool(re.search(rf"(?<!\w){re.escape(str(value).strip())}(?!\w)", text))
 
 
 def _texts_of_json(value: str) -> str | list[str]:
@@ -497,13 +567,13 @@ FORMATS: dict[str, Format] = {
         "instruction, output and optionally input",
         (("instruction", "output"),),
         _alpaca_row,
-        (*SYSTEM, *CONTEXT, "history"),
+        (*SYSTEM, *CONTEXT, *CHOICES, "history"),
     ),
     "prompt_completion": Format(
         " or ".join("+".join(pair) for pair in PAIRS),
         PAIRS,
         _pair_row,
-        (*SYSTEM, *CONTEXT, "history"),
+        (*SYSTEM, *CONTEXT, *CHOICES, "history"),
     ),
 }
 

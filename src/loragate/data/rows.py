@@ -346,6 +346,7 @@ READERS: dict[str, tuple[Callable[[BinaryIO, str], Numbered], str]] = {
     ".tsv": (_read_csv, ":"),
     ".parquet": (_read_parquet, " row "),
 }
+FILE_SUFFIXES = (*READERS, *(f"{suffix}.gz" for suffix in READERS if suffix != ".parquet"))
 
 
 def _from_datasets(

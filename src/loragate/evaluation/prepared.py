@@ -102,8 +102,8 @@ def _files(data: str, names: list[str]) -> dict[str, str]:
         found = {name: data for name in names if files_in(folder, name)}
         if not found:
             raise ConfigError(
-                f"--data {data}: the folder holds a file of none of the tasks; expected {names[0]}.jsonl, .json or .parquet, "
-                "and so on"
+                f"--data {data}: the folder holds a file of none of the tasks; expected {names[0]}.jsonl, .json, .csv or "
+                ".parquet, and so on"
             )
     return found
 

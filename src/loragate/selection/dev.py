@@ -2,7 +2,8 @@
 
 Neither may share a question with the training examples, nor with those that a result is reported on. Texts are compared without
 case, surplus white space and closing punctuation; signs inside stay, because "2 + 3" and "2 - 3" are different questions. A long
-question also counts as shared where it stands inside a longer prompt, or where a long prompt stands inside it.
+question also counts as shared where it stands inside a longer prompt, or where a long prompt stands inside it, or where both are
+one question between different instructions: sentences with which many texts of their side begin or end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ import numpy as np
 
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
-from loragate.data.formats import CONTEXT, MEDIA, SYSTEM, conversation, messages_of_json, question_text, with_system
+from loragate.data.formats import (
+    BARE_PAIR,
+    CHOICES,
+    CONTEXT,
+    MEDIA,
+    SYSTEM,
+    conversation,
+    messages_of_json,
+    question_text,
+    refuse_left_out,
+    with_system,
+)
 from loragate.data.rows import RowsGiven, is_saved
 from loragate.display import pluralize
 from loragate.errors import ConfigError, DataError, nearest
@@ -37,17 +49,12 @@ from loragate.selection.settings import DevSettings
 
 ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
 """((where it stands, text) of prompts, what they are)"""
-PROMPTS = ("prompt", "question", "problem", "instruction")
+PROMPTS = ("prompt", "question", "problem", "instruction", "query")
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*ANSWER_GRADERS, "tiny")
 ASKED = (
     *CONTEXT,
-    "choices",
-    "options",
-    "answer_choices",
-    "endings",
-    "A",
-    "option_a",
+    *CHOICES,
     "history",
     "tools",
     *MEDIA,
@@ -64,8 +71,10 @@ LONG = 60
 SHARED, SAME = 20, 3  # shared questions in a message, and places of each
 INSTRUCTION = 3
 """Dev questions that may hold one text of the examples; what more of them hold is an instruction, not a question."""
+INSTRUCTED = 0.25  # share of texts that begin or end with one sentence, from which it is an instruction
 RETENTION_TOKENS = 512  # of an answer to a plain file of retention questions
 MEASURED = 2_000  # training examples whose answers are measured
+_SENTENCE_ENDS = re.compile(r"(?<=[.!?:])\s+|\n+")
 _STARTS = re.compile(r"\b\w|[^\w\s]")
 _INSIDE_WORD = re.compile(r"\w\w")
 
@@ -246,7 +255,8 @@ def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The user's words in rows of any format, for the comparison with questions."""
     texts = []
     for row in rows:
-        for name in ("messages", "conversations", *PROMPTS):
+        named = [name for name in ("messages", "conversations", *PROMPTS) if row.get(name) is not None]
+        for name in named or BARE_PAIR[:1]:
             value = messages_of_json(row.get(name))
             if isinstance(value, str):
                 with suppress(DataError):
@@ -274,11 +284,10 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
                 "the final answer alone"
             )
         used = next((column for column in PROMPTS if row.get(column) is not None), "")
-        for column in ASKED if used else ():
-            if row.get(column) and not _stands_in(row[column], str(row[used])):
-                raise DataError(
-                    f"{where}: the column {column!r} would be left out; write the whole question into one column 'prompt'"
-                )
+        try:
+            refuse_left_out(row, ASKED if used else (), used, str(row.get(used)))
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
     missing = [index for index, row in enumerate(rows) if all(row.get(column) is None for column in ANSWERS)]
     if missing and len(missing) == len(rows):
         raise ConfigError(
@@ -288,15 +297,6 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
         )
     if missing:
         raise DataError(f"{rows.where(missing[0])}: no answer, though other questions have one; give all of them one")
-
-
-def _stands_in(value: Any, text: str) -> bool:
-    """Whether a text holds every text of a value."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return all(_stands_in(one, text) for one in value)
-    return bool(re.search(rf"(?<!\w){re.escape(str(value).strip())}(?!\w)", text))
 
 
 def _system_message(rows: Rows, name: str) -> str | None:
@@ -376,23 +376,20 @@ def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str)
 
 
 def find_overlap(questions: Sequence[Question], others: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """{where a question stands: where others say the same}; compared are its prompt and the row's own question.
+    """{where a question stands: where others say the same}; compared are its prompt and the row's own question, each also
+    without the instruction that it shares with many of its side.
 
     Args:
         others: (where it stands, text).
     """
     places: dict[str, list[str]] = defaultdict(list)
-    for place, text in others:
-        if key := normalize_question(text):
+    for (place, text), core in zip(others, _without_instructions([text for _, text in others]), strict=True):
+        for key in dict.fromkeys(filter(None, (normalize_question(text), core))):
             places[key].append(place)
-    asked = {
-        question.place: [
-            key
-            for text in dict.fromkeys([question.prompt, *prompts_of([question.row])])
-            if (key := normalize_question(text))
-        ]
-        for question in questions
-    }
+    asked: dict[str, list[str]] = {}
+    for question, core in zip(questions, _without_instructions([one.prompt for one in questions]), strict=True):
+        keys = (*map(normalize_question, (question.prompt, *prompts_of([question.row]))), core)
+        asked[question.place] = list(dict.fromkeys(filter(None, keys)))
     different = {key for own in asked.values() for key in own}
     holding: dict[str, list[str]] = defaultdict(list)  # {question: the other texts that hold it}
     lengths = _lengths_by_beginning(different)
@@ -414,6 +411,22 @@ def find_overlap(questions: Sequence[Question], others: Sequence[tuple[str, str]
         if there:
             found[place] = list(dict.fromkeys(there))
     return found
+
+
+def _without_instructions(texts: Sequence[str]) -> list[str]:
+    """Every text as `normalize_question` gives it, without the sentences that many begin or end with; "" for a short rest."""
+    rests = [[one for part in _SENTENCE_ENDS.split(text) if (one := normalize_question(part))] for text in texts]
+    for end in (0, -1):
+        while True:
+            at_end = Counter(rest[end] for rest in rests if rest)
+            common, count = max(at_end.items(), key=lambda one: one[1], default=("", 0))
+            if count <= INSTRUCTION or count < INSTRUCTED * len(texts):
+                break
+            for rest in rests:
+                if rest and rest[end] == common:
+                    rest.pop(end)
+    joined = (" ".join(rest) for rest in rests)
+    return [rest if len(rest) >= LONG else "" for rest in joined]
 
 
 def _lengths_by_beginning(texts: Iterable[str]) -> dict[str, set[int]]:

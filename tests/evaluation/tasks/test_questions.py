@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ import pytest
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.grading import grade_math
 from loragate.evaluation.judging import grade_samples
-from loragate.evaluation.settings import GradingSettings
+from loragate.evaluation.prepared import questions_of
+from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, load_questions, load_task
 from loragate.generation import Sample
 from loragate.recipes import QUESTIONS
@@ -247,10 +249,24 @@ def test_an_unreachable_hub_says_which_file_would_do(name, monkeypatch, tmp_path
     assert (
         f"{name}: {task.dataset.hub}{config}[{task.dataset.split}] at {task.dataset.revision} could not be" in message
     )
-    assert f"--data {name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {name}.jsonl" in message
+    assert (
+        f"--data {name}=FILE takes a .jsonl, .json, .csv or .parquet file, or a folder that holds {name}.jsonl"
+        in message
+    )
     assert f"https://huggingface.co/datasets/{task.dataset.hub}" in message
     for column, kind in task.dataset.schema.items():
         assert kind.endswith("?") or f"{column} (" in message
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz", ".ndjson"])
+def test_a_folder_holds_a_file_of_every_kind_that_is_read_alone(suffix, tmp_path):
+    file, task = tmp_path / f"aime24{suffix}", load_task("aime24")
+    text = json.dumps({"problem": "1+1?", "answer": "2"}) if suffix == ".ndjson" else "problem,answer\n1+1?,2\n"
+    text = text.replace(",", "\t") if suffix == ".tsv" else text
+    file.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
+    tasks = [task, load_task("minerva")]
+    (inside,) = questions_of(TaskSettings(tasks="aime24,minerva", data=str(tmp_path)), task, tasks).questions
+    assert (inside.gold, inside.place) == ("2", load_questions(task, file).questions[0].place)
 
 
 def test_files_that_are_not_there(tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.data import Chat, Rows, load_rows, raw_text
-from loragate.data.rows import SAVED_SPLITS, is_saved
+from loragate.data.rows import FILE_SUFFIXES, SAVED_SPLITS, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import LETTERS
 from loragate.evaluation.tasks import arithmetic
@@ -37,7 +37,6 @@ from loragate.evaluation.tasks.task import (
 from loragate.validate import NonNegativeFloat
 from loragate.world.problems import draw_problems, draw_retention_items
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 GENERATORS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
@@ -105,9 +104,9 @@ def load_questions(
 
     Args:
         task: as `load_task` gives it.
-        file: a .jsonl, .json or .parquet file with the data set's columns, or a folder that holds `<task>.jsonl` (or
-            .json, .parquet), in place of the hub or generator; or its rows. For a suite of the harness whose subsets lie apart
-            also a folder, or `<task>/` in it, with a file for each.
+        file: a .jsonl, .json, .csv or .parquet file with the data set's columns, or a folder that holds `<task>.jsonl` (or
+            .json, .csv, .parquet), in place of the hub or generator; or its rows. For a suite of the harness whose subsets lie
+            apart also a folder, or `<task>/` in it, with a file for each.
         limit: the first questions only, in the data set's order; of a suite with subsets those of each subset.
         seed: of a generated set; fixed sets do not depend on it.
 
@@ -255,7 +254,9 @@ def _local_file(task: Task, file: str | Path | None) -> Path | None:
             return path
         if task.harness is not None and task.harness.subsets:
             return path  # itself the folder of the subsets
-        raise DataError(f"the folder {path} holds no {task.name}.jsonl (nor .json, .parquet); {_local_help(task)}")
+        raise DataError(
+            f"the folder {path} holds no {task.name}.jsonl (nor .json, .csv, .parquet); {_local_help(task)}"
+        )
     if not path.is_file():
         raise DataError(f"found no file {path} for {task.name}; {_local_help(task)}")
     return path
@@ -264,7 +265,7 @@ def _local_file(task: Task, file: str | Path | None) -> Path | None:
 def _local_help(task: Task) -> str:
     columns = describe_schema(task.dataset.schema) or f"of {task.path}"
     return (
-        f"--data {task.name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {task.name}.jsonl "
+        f"--data {task.name}=FILE takes a .jsonl, .json, .csv or .parquet file, or a folder that holds {task.name}.jsonl "
         f"or that `datasets` saved, with the columns {columns}"
     )
 

@@ -180,7 +180,7 @@ class Dataset:
         config: configuration of the hub data set.
         split: split of the hub data set.
         revision: commit of the hub data set; None follows its main branch.
-        file: .jsonl, .json or .parquet file; relative to the task's file.
+        file: .jsonl, .json, .csv or .parquet file; relative to the task's file.
         generator: what makes them (`questions.GENERATORS`).
         rows: number of rows of the full set; None when it is open.
         license: as stated by the card; None when none is stated.
