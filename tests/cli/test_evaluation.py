@@ -98,8 +98,8 @@ def test_rows_of_each_kind():
     assert [v.label for v in variants_for("base")] == ["base"]
     assert [v.label for v in variants_for("adapter", "none")] == ["adapter", "base"]
     names = [v.label for v in variants_for("gated", "cheap", [-0.5, 0.5, 0.5])]  # one row per name
-    expected = ["adapter", "base", "gated", "adapter T=0.6", "adapter T=0.3", "adapter greedy"]
-    assert names == [*expected, "gated T=0.6", "gated T=0.3", "gated greedy", "adapter λ=-0.5", "adapter λ=0.5"]
+    cooler = [f"{acts} {how}" for acts in ("adapter", "base", "gated") for how in ("T=0.6", "T=0.3", "greedy")]
+    assert names == ["adapter", "base", "gated", *cooler, "adapter λ=-0.5", "adapter λ=0.5"]
     with pytest.raises(lg.errors.ConfigError, match="λ = 0 is the base"):
         variants_for("gated", "cheap", [0.0])
     with pytest.raises(lg.errors.ConfigError, match="cheap"):
@@ -340,7 +340,7 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
     assert run(place, "gated", tmp_path / "two", "--replicas", "2", "--batch-size", "4") == 0
     one, two = drawn(tmp_path / "one"), drawn(tmp_path / "two")
     assert one == two
-    assert len(one) == 6 * (8 * 4 + 2)
+    assert len(one) == 6 * (10 * 4 + 3)
     rows = [[ids for (row, *_), ids in one.items() if row == name] for name in ("adapter", "base", "gated")]
     assert rows[0] != rows[1] != rows[2] != rows[0]
 
