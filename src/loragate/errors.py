@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses: done; a check or a result failed; wrong call or bad input; Ctrl-C."""
+"""Exit statuses: done; a check or a result failed; wrong call or bad input; Ctrl-C or SIGTERM."""
 
 
 class LoragateError(Exception):
@@ -57,6 +57,8 @@ class SetupError(TrainingError):
 
 class StoppedError(TrainingError):
     """A training that was asked to stop by Ctrl-C or SIGTERM before its last step."""
+
+    exit_status = INTERRUPTED
 
 
 class DivergenceError(TrainingError):

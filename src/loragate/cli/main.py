@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from loragate.errors import DONE, FAILED, INTERRUPTED, WRONG, ConfigError, DataError, LoragateError, nearest
 from loragate.printable import escape_for_terminal
+from loragate.signals import sigterm_as_ctrl_c
 from loragate.version import __version__
 
 if TYPE_CHECKING:
@@ -66,16 +67,18 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     debug = "--debug" in arguments
     try:
-        status = _run(arguments[0], arguments[1:])
+        with sigterm_as_ctrl_c():
+            status = _run(arguments[0], arguments[1:])
         # launchers have statuses of their own, as for a process that a signal ended
         return status if status in (DONE, FAILED, WRONG, INTERRUPTED) else FAILED
     except LoragateError as error:
         return _fail(error, debug)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         kept = "nothing half-written was left"
         if arguments[0] in COMMANDS and hasattr(load_command(arguments[0]).options, "resume"):
             kept = "what was finished is kept, and the same command with --resume goes on with a run that had begun"
-        print(f"\nloragate: stopped by Ctrl-C; {kept}", file=sys.stderr)
+        asked_by = "SIGTERM" if "SIGTERM" in str(stop) else "Ctrl-C"
+        print(f"\nloragate: stopped by {asked_by}; {kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # who read the output has gone (| head): the interpreter's own last flush must not fail as well
