@@ -151,6 +151,7 @@ class DiagnosticContext(ReadsModel):
         self.seed, self.batch_size = request.tasks.seed, request.engine.batch_size
         self.has_tasks = bool(request.tasks.suite or request.tasks.tasks)
         self.tasks: list[Task] = []
+        self.noted: set[Kind] = set()
         self.began = time.monotonic()
 
     def say(self, line: str) -> None:
@@ -247,14 +248,15 @@ class DiagnosticContext(ReadsModel):
         """(stored answers of base, adapter or gates by task, where they come from).
 
         Raises:
-            ConfigError: for a run without answers, and for tasks that it does not hold.
+            ConfigError: for a run without answers, and for a variant or tasks that it does not hold.
         """
         folder, asked = Path(settings.run), self.request.tasks
         evaluation = open_evaluation(folder, self.request.grading)
         acted: tuple[Kind, ...] = ("base", "adapter", "gated")
         for kind in acted[: acted.index(of) + 1]:  # all that `of` is made of
             theirs, here = evaluation.models.get(kind), self.loaded.sources.get(kind)
-            if theirs != here:
+            if theirs not in (None, here) and kind not in self.noted:
+                self.noted.add(kind)  # a look may read the answers of several variants
                 what = "gates" if kind == "gated" else kind
                 self.say(f"note: the answers in {folder} were given with the {what} {theirs}; here it is {here}")
         by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
@@ -262,6 +264,12 @@ class DiagnosticContext(ReadsModel):
             raise ConfigError(
                 f"{folder} holds no answers to read: its tasks were asked through lm-evaluation-harness, which loragate "
                 "diagnose does not read; give a run with other tasks"
+            )
+        held = [variant.label for variant in evaluation.variants]
+        if of not in held:
+            raise ConfigError(
+                f"--run {folder} holds answers of {', '.join(held)}, and none of {of}; give a run of `loragate eval --model "
+                f"{self.request.model}` (gates and alignment read those of another variant with --of)"
             )
         names = comma_list(asked.tasks) or list(by_name)
         for name in names:
