@@ -8,6 +8,8 @@ status. This is the lowest floor: it imports nothing of the package.
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -63,6 +65,12 @@ class StoppedError(TrainingError):
 
 class DivergenceError(TrainingError):
     """A loss or gradient that is not finite; nothing of it was applied, and other settings may do."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error is that of a full disk; libraries have errors of their own for it (safetensors, torch, numpy in turn)."""
+    signs = r"No space left|failed writing file|\d requested and \d+ written"
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or bool(re.search(signs, str(error)))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

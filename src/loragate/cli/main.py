@@ -6,7 +6,6 @@ Imports nothing heavy, so that `loragate --help` answers at once; a command's ro
 from __future__ import annotations
 
 import dataclasses
-import errno
 import importlib
 import os
 import re
@@ -16,7 +15,17 @@ import traceback
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from loragate.errors import DONE, FAILED, INTERRUPTED, WRONG, ConfigError, DataError, LoragateError, nearest
+from loragate.errors import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    WRONG,
+    ConfigError,
+    DataError,
+    LoragateError,
+    is_disk_full,
+    nearest,
+)
 from loragate.printable import escape_for_terminal
 from loragate.signals import sigterm_as_ctrl_c
 from loragate.version import __version__
@@ -86,13 +95,12 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             return _fail(LoragateError(f"the disk is full{where}; free some space and run again"), debug)
         named = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError))
         return _fail((DataError if named else LoragateError)(f"{error.strerror or error}{where}"), debug)
     except Exception as error:
-        # libraries put a full disk into errors of their own: safetensors quotes the system, torch "failed writing file"
-        if any(sign in str(error) for sign in ("No space left", "failed writing file")):
+        if is_disk_full(error):
             full = "the disk is full; free some space and run again (with --resume if it was a training)"
             return _fail(LoragateError(full), debug)
         hint = "this is a fault of loragate or of a library under it; run again with --debug for the traceback"
