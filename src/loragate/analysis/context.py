@@ -157,6 +157,9 @@ class DiagnosticContext(ReadsModel):
     def say(self, line: str) -> None:
         """Something that a reader should know."""
 
+    def show(self, record: Record) -> None:
+        """What was found, before it is written: a full disk then costs the file, and not hours of reading."""
+
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
         """A part of the work; yields what is called with (done, of)."""
@@ -297,8 +300,9 @@ class DiagnosticContext(ReadsModel):
         )
 
     def write_record(self, record: R, name: str, conclude: Callable[[R], tuple[str, ...]]) -> R:
-        """The record with its conclusion and the time that it took, written as `name`.json into the folder."""
+        """The record with its conclusion and the time that it took, shown and written as `name`.json into the folder."""
         about = replace(record.about, seconds=round(time.monotonic() - self.began, 3))
         record = replace(record, about=about, conclusion=conclude(record))
+        self.show(record)
         write_json(self.folder / f"{name}.json", records.to_json(record))
         return record
