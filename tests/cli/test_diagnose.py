@@ -58,6 +58,18 @@ def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
     assert read(EntropyRecord, out / "entropy.json").interventions == record.interventions
 
 
+def test_rows_without_a_response_are_not_counted_as_read(place, tmp_path):
+    rows = [
+        {"prompt": "w1", "completion": "w2 w3"},
+        {"prompt": "w1", "completion": ""},
+        {"prompt": "w4", "completion": "w5"},
+    ]
+    write_rows(tmp_path / "some.jsonl", rows)
+    assert diagnose(place, "entropy", tmp_path / "entropy", "--rows", tmp_path / "some.jsonl", "--max-rows", 3) == 0
+    record = read(EntropyRecord, tmp_path / "entropy" / "entropy.json")
+    assert (record.rows, record.about.source) == (2, f"2 of the first 3 rows of {tmp_path / 'some.jsonl'}")
+
+
 def test_a_full_disk_costs_the_file_and_not_the_measurement(place, tmp_path, capsys, monkeypatch):
     def full(path, value):
         raise LoragateError(describe_os_error(path, OSError(errno.ENOSPC, "No space left on device")))

@@ -222,12 +222,13 @@ class DiagnosticContext(ReadsModel):
             return self.open(name, "" if whole else self.request.base, "transformers")
 
     def rows(self, settings: DiagnoseSettings, most: int) -> tuple[list[Row], str]:
-        """The first rows of a file or data set, `most` where the settings do not say, encoded, and where they come from."""
+        """The first rows of a file or data set, `most` where the settings do not say, encoded, and which they are, in words."""
         with self.job("reading the rows"):
             rows = load_rows(settings.rows, limit=settings.max_rows or most)
             length = min(settings.max_length, self.loaded.max_positions or settings.max_length)
             encoded = encode_rows(rows, self.loaded.tokenizer, max_length=length, system=self.request.system)
-        return list(encoded), f"the first {len(rows)} rows of {settings.rows}"
+        used = "" if len(encoded) == len(rows) else f"{len(encoded)} of "  # the others have no response that is read
+        return list(encoded), f"{used}the first {len(rows)} rows of {settings.rows}"
 
     def evaluate(
         self,

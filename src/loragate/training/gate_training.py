@@ -151,7 +151,8 @@ class GateTrainer(StatisticsTrainer):
     `train` checks that the gates start at the adapter, trains, checks that nothing but gates has changed, and leaves a `result`.
     `evaluate` reports the mean loss and top-k entropy over the response tokens of `eval_dataset`. `save_model` writes the gated
     adapter as an artifact (`loragate.save_gates`), and replaces one that it wrote itself. Callbacks, `report_to`, logging,
-    checkpoints and `resume_from_checkpoint` work as in transformers; a checkpoint holds the gates, the optimiser and the random state.
+    checkpoints and `resume_from_checkpoint` work as in transformers; a checkpoint holds the gates, the optimiser and the random
+    state.
 
     Args:
         model: a PeftModel with a plain LoRA adapter, which is gated in place, or one with gates already.
