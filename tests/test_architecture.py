@@ -11,7 +11,7 @@ import loragate
 SOURCE = Path(loragate.__file__).parent
 # lowest floor first; a room may import rooms before it. LOW are single modules that every room may know
 LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable", "hub_names"]
-LOW += ["display", "modes", "selection_record"]
+LOW += ["display", "modes", "selection_record", "signals"]
 FLOORS = [*LOW, "gates", "losses", "data", "models", "world", "generation", "training", "evaluation"]
 FLOORS += ["selection", "analysis", "doctor", "report", "serving", "quickstart", "cli", "recipes"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loragate.errors import LoragateError
-from loragate.files import folder_sha256, require_empty_folder, write_atomically, write_json, write_text
+from loragate.errors import ConfigError, LoragateError
+from loragate.files import atomic_folder, folder_sha256, require_empty_folder, write_atomically, write_json, write_text
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -74,3 +74,30 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
             require_empty_folder(place)
     require_empty_folder(tmp_path / "new" / "x")
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "/tmp/x/.out.abc.partial/a"),
+        Exception("Error while serializing: I/O error: No space left on device (os error 28)"),  # safetensors
+        RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/0"),
+        OSError("4096 requested and 512 written"),  # numpy
+    ],
+)
+def test_a_full_disk_names_the_folder_that_was_asked_for(tmp_path, error):
+    def write(temporary):
+        raise error
+
+    full = "was not written: the disk is full"
+    with pytest.raises(LoragateError, match=f"^{tmp_path}/out {full}"), atomic_folder(tmp_path / "out") as folder:
+        write(folder)
+    with pytest.raises(LoragateError, match=f"^{tmp_path}/out/a {full}"), atomic_folder(tmp_path / "out") as folder:
+        write_atomically(folder / "a", write)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_inside_a_folder_is_said_of_the_folder_that_was_asked_for(tmp_path):
+    said = f"^{tmp_path}/out/a: a gate is missing$"
+    with pytest.raises(ConfigError, match=said), atomic_folder(tmp_path / "out") as folder:
+        raise ConfigError(f"{folder}/a: a gate is missing")

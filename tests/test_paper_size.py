@@ -212,7 +212,8 @@ def test_records_of_nothing_and_of_two_slices_give_no_verdict(
     assert "| LoRA | 2 | 50.0 |  |" in page  # settings
     assert "| +0.0 (-2.8 to +2.8; 100) |" in page
     assert "| LoRA | 25 | 25 |" in page  # cut off
-    assert "No two seeds of a situation yet." in page and "Nothing was trained yet." in page
+    assert "No two seeds of a situation yet." in page
+    assert "Nothing was trained yet." in page
     trained = {"what": "training"}
     for method, took in (("LoRA", {"train_runtime": 200.0}), ("gates [-6,3]", {"training_seconds": 150.0})):
         study.Record(tmp_path / "model" / "terse-0" / report.file_name(method) / "training.jsonl.gz").add(

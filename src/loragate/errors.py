@@ -8,11 +8,13 @@ status. This is the lowest floor: it imports nothing of the package.
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses: done; a check or a result failed; wrong call or bad input; Ctrl-C."""
+"""Exit statuses: done; a check or a result failed; wrong call or bad input; Ctrl-C or SIGTERM."""
 
 
 class LoragateError(Exception):
@@ -58,9 +60,17 @@ class SetupError(TrainingError):
 class StoppedError(TrainingError):
     """A training that was asked to stop by Ctrl-C or SIGTERM before its last step."""
 
+    exit_status = INTERRUPTED
+
 
 class DivergenceError(TrainingError):
     """A loss or gradient that is not finite; nothing of it was applied, and other settings may do."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error is that of a full disk; libraries have errors of their own for it (safetensors, torch, numpy in turn)."""
+    signs = r"No space left|failed writing file|\d requested and \d+ written"
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or bool(re.search(signs, str(error)))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loragate.errors import ConfigError, LoragateError
+from loragate.errors import ConfigError, LoragateError, is_disk_full
 from loragate.records import read_object
 from loragate.version import __version__
 
@@ -80,12 +80,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
                     raise
             finally:
                 os.close(descriptor)
-    except OSError as error:
-        raise LoragateError(describe_os_error(path, error)) from error
     except Exception as error:
-        # safetensors reports a full disk as an error type of its own
-        if "No space left" in str(error):
-            raise LoragateError(f"{path} was not written: the disk is full. Free some space and run again") from error
+        if isinstance(error, OSError) or is_disk_full(error):
+            raise LoragateError(describe_os_error(path, error)) from error
         raise
     finally:
         if name and os.path.exists(name):
@@ -150,8 +147,14 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             folder.mkdir(exist_ok=True)
             for path in partial.iterdir():
                 path.rename(folder / path.name)
-    except OSError as error:  # also of what the caller writes inside the context
-        raise LoragateError(describe_os_error(folder, error)) from error
+    except LoragateError as error:  # of the caller, by a name that nobody asked for
+        if str(partial) in str(error):
+            raise type(error)(str(error).replace(str(partial), str(folder))) from error
+        raise
+    except Exception as error:  # also of what the caller writes inside the context
+        if isinstance(error, OSError) or is_disk_full(error):
+            raise LoragateError(describe_os_error(folder, error)) from error
+        raise
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -164,13 +167,14 @@ def _umask() -> int:
     return mask
 
 
-def describe_os_error(path: Path, error: OSError) -> str:
+def describe_os_error(path: Path, error: Exception) -> str:
     """One sentence on a failed write, with the way out."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return f"{path} was not written: the disk is full. Free some space and run again; nothing was left half-written"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{path} was not written: the folder cannot be written to ({error.strerror}). Choose another --out"
-    return f"{path} was not written: {error.strerror or error}"
+    reason = getattr(error, "strerror", None) or error
+    if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{path} was not written: the folder cannot be written to ({reason}). Choose another --out"
+    return f"{path} was not written: {reason}"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from loragate.analysis.settings import DiagnoseSettings
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.settings import TaskSettings
+from loragate.evaluation.variants import ModelVariant
 from loragate.generation import Sample
 from tiny import tiny_tokenizer
 
@@ -44,6 +45,10 @@ def test_answers_of_another_adapter_or_base_are_named(tmp_path, monkeypatch):
         return list(said)
 
     assert notes("gated") == ["adapter other; here it is a", "gates g1; here it is g2"]
+    del run.models["gated"]
+    assert notes("gated") == ["adapter other; here it is a"], "a run without gates has none of another name"
+    run.models["gated"] = "g1"
+    assert notes("gated") == ["adapter other; here it is a", "gates g1; here it is g2"]
     assert notes("adapter") == ["adapter other; here it is a"]
     assert notes("base") == []
 
@@ -72,3 +77,25 @@ def test_answers_are_cut_and_left_out_as_rows_are_and_it_is_said(tmp_path, monke
         DataError, match=r"words: of 1 answer 1 left out without a response, so nothing is left to read"
     ):
         context.answer_rows(Answers(task, answers.graded[1:2]))
+
+
+def test_a_run_without_the_variant_names_those_that_it_holds_and_nothing_twice(tmp_path, monkeypatch):
+    """Answers of the plain adapter, evaluated before it had gates."""
+    task = SimpleNamespace(task=SimpleNamespace(name="words", harness=None))
+    variants = [ModelVariant("base"), ModelVariant("adapter"), ModelVariant("adapter", "greedy")]
+    run = SimpleNamespace(models={"base": "other", "adapter": "a"}, tasks=[task], variants=variants)
+    monkeypatch.setattr(room, "open_evaluation", lambda *_: run)
+    monkeypatch.setattr(room, "stored_answers", lambda *_, **__: SimpleNamespace(prepared=task))
+    monkeypatch.setattr(
+        DiagnosticContext, "loaded", SimpleNamespace(sources={"base": "b", "adapter": "a", "gated": "g"})
+    )
+    said = []
+    monkeypatch.setattr(DiagnosticContext, "say", lambda self, line: said.append(line))
+    context, settings = DiagnosticContext(Request("g", tmp_path, TaskSettings())), DiagnoseSettings(run="run")
+    context.answers("base", settings)
+    context.answers("adapter", settings)
+    with pytest.raises(
+        ConfigError, match=r"run holds answers of base, adapter, adapter greedy, and none of gated; .*--model g`"
+    ):
+        context.answers("gated", settings)
+    assert said == ["note: the answers in run were given with the base other; here it is b"]

@@ -232,6 +232,18 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
     assert selection_of(tmp_path / "out") == selection_of(tmp_path / "whole")
 
 
+def test_sigterm_while_the_dev_set_is_asked_says_how_to_go_on(place, tmp_path, capsys, monkeypatch):
+    def asked(options, *given):
+        (tmp_path / "out" / "run").mkdir(parents=True)
+        raise KeyboardInterrupt("SIGTERM")
+
+    monkeypatch.setattr("loragate.cli.calibrate.run_selection", asked)
+    assert calibrate(place, tmp_path / "out", "--dev-data", place / "gated.jsonl", *ONE_WORD) == 130
+    heard = capsys.readouterr()
+    assert "stopped; the same command with --resume goes on in" in heard.out
+    assert "stopped by SIGTERM; what was finished is kept" in heard.err
+
+
 @pytest.mark.slow("kills")
 def test_a_killed_calibration_goes_on(place, tmp_path):
     out = tmp_path / "gated"

@@ -1,6 +1,7 @@
 """`loragate diagnose` on small local files: every look writes its record and says something; bad input is answered."""
 
 import base64
+import errno
 import json
 import shutil
 
@@ -12,7 +13,9 @@ from loragate.analysis.alignment import AlignmentRecord
 from loragate.analysis.delta_entropy import EntropyRecord
 from loragate.analysis.gates import GatesRecord, InterventionsRecord
 from loragate.cli.main import main
+from loragate.errors import LoragateError
 from loragate.evaluation.results import read_record
+from loragate.files import describe_os_error
 from tiny import tiny_rows, write_rows
 
 
@@ -53,6 +56,29 @@ def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
     assert record.conclusion[0] in " ".join(printed.split())
     assert diagnose(place, "entropy", out, *asked, "--resume") == 0
     assert read(EntropyRecord, out / "entropy.json").interventions == record.interventions
+
+
+def test_rows_without_a_response_are_not_counted_as_read(place, tmp_path):
+    rows = [
+        {"prompt": "w1", "completion": "w2 w3"},
+        {"prompt": "w1", "completion": ""},
+        {"prompt": "w4", "completion": "w5"},
+    ]
+    write_rows(tmp_path / "some.jsonl", rows)
+    assert diagnose(place, "entropy", tmp_path / "entropy", "--rows", tmp_path / "some.jsonl", "--max-rows", 3) == 0
+    record = read(EntropyRecord, tmp_path / "entropy" / "entropy.json")
+    assert (record.rows, record.about.source) == (2, f"2 of the first 3 rows of {tmp_path / 'some.jsonl'}")
+
+
+def test_a_full_disk_costs_the_file_and_not_the_measurement(place, tmp_path, capsys, monkeypatch):
+    def full(path, value):
+        raise LoragateError(describe_os_error(path, OSError(errno.ENOSPC, "No space left on device")))
+
+    monkeypatch.setattr("loragate.analysis.context.write_json", full)
+    assert diagnose(place, "entropy", tmp_path / "entropy", "--rows", place / "rows.jsonl") == 1
+    heard = capsys.readouterr()
+    assert "entropy.json was not written: the disk is full" in " ".join(heard.err.split())
+    assert "nats per token on average" in " ".join(heard.out.split())
 
 
 def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path, capsys):

@@ -25,7 +25,7 @@ from loragate.cli.evaluation_runs import load_inputs, make_request, next_line
 from loragate.cli.main import main
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.engines import EngineProvider
+from loragate.evaluation.engines import EngineProvider, find_available_variants, load
 from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.judging import grading_fingerprint, read_grades, write_grades
 from loragate.evaluation.results import read_record
@@ -215,6 +215,10 @@ def test_an_evaluation_says_what_no_strength_reaches(place, tmp_path):
     assert "norm" in said[0]
     assert run(place, tmp_path / "adapter", tmp_path / "alone", *few, *FEW) == 0
     assert "no strength reaches" not in (tmp_path / "alone" / "results.json").read_text()
+    with pytest.raises(
+        lg.errors.ConfigError, match=r"--constants 0: no strength reaches .*norm.*λ = 0 is not the base"
+    ):
+        find_available_variants(load(str(tmp_path / "adapter")), constants=[0])
 
 
 def test_no_row_repeats_the_tasks_own_temperature(place, tmp_path):

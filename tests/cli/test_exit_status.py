@@ -1,6 +1,9 @@
-"""Exit statuses are of one kind over all commands: 0 done, 1 a check or a result failed, 2 wrong call or bad input, 130 Ctrl-C."""
+"""Exit statuses are of one kind over all commands: 0 done, 1 a check failed, 2 wrong call or bad input, 130 Ctrl-C or SIGTERM."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -63,6 +66,7 @@ def test_every_command_has_a_bad_input_but_the_one_that_reads_none():
         (PermissionError(13, "Permission denied", "out"), 2),
         (errors.SetupError("x"), 2),
         (errors.TrainingError("x"), 1),
+        (errors.StoppedError("x"), 130),
         (errors.DivergenceError("x"), 1),
         (errors.LoragateError("x"), 1),
         (OSError(28, "No space left on device", "out"), 1),
@@ -78,6 +82,22 @@ def test_what_a_command_raises_decides_its_status(name, raised, status, monkeypa
 
     monkeypatch.setattr(entry, "load_command", lambda name: dataclasses.replace(command_of(name), run=run))
     assert main([name, *BAD_INPUT.get(name, ())]) == status
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGTERM")
+def test_sigterm_stops_a_command_as_ctrl_c_does():
+    """Batch systems send it first; in a process of its own, as it ends one that has no handler."""
+    code = (
+        "import dataclasses, os, signal, sys, time; from loragate.cli import main as entry; command = entry.load_command\n"
+        "def run(options):\n"
+        "    os.fork() or os.kill(os.getpid(), signal.SIGTERM) or time.sleep(9)\n"  # a helper: it ends without a word
+        "    os.wait(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n"
+        "entry.load_command = lambda name: dataclasses.replace(command(name), run=run)\n"
+        "status = entry.main(['quickstart'])\n"
+        "sys.exit(status if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 'not given back')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("stopped by SIGTERM; nothing half-written was left")) == (130, 1)
 
 
 @pytest.mark.parametrize(("returned", "status"), [(0, 0), (1, 1), (2, 2), (130, 130), (-9, 1), (77, 1), (143, 1)])
@@ -114,9 +134,6 @@ def test_an_error_names_nothing_twice(message, said, monkeypatch, capsys):
 
 def test_warnings_that_an_adapter_is_not_whole_are_never_hidden():
     """Everything else that libraries warn of is nothing that a reader could act on."""
-    import subprocess
-    import sys
-
     code = (
         "import logging, warnings; import loragate; from loragate.display import configure_logging; configure_logging()\n"
         "def say(text): warnings.warn_explicit(text, UserWarning, 'peft_model.py', 1, module='peft.peft_model')\n"

@@ -87,6 +87,7 @@ def test_writing_it_again_gives_the_same_tensors_and_keys(loaded, tmp_path):
         del record["loragate_version"], record["gates_sha256"]
     # the golden file was written without a look at its training: k = 100, of the base's 16 tokens
     assert (old.pop("k"), new.pop("k")) == (100, 16)
+    assert new["base"].pop("rope")["rope_type"] == "default", "an optional key, which that version did not write"
     assert new == old, "what version 1 means has changed; a new meaning needs a new schema version"
     for name in ("gates.safetensors", "adapter/adapter_model.safetensors"):
         one, other = load_file(tmp_path / "again" / name), load_file(GOLDEN / "artifact-v1" / name)

@@ -80,3 +80,23 @@ def test_a_record_of_other_names_is_compared_by_its_own(tmp_path):
     other = tiny_base(seed=7, num_hidden_layers=24, **NARROW)
     with pytest.raises(ArtifactError, match="another base"):
         lg.load_gates(tiny_adapter(base=other, target_modules=["q_proj"]), folder)
+
+
+def test_a_base_with_other_positions_is_warned_of_where_the_record_says_which(tmp_path, caplog):
+    """Shape and weights are those of the base, so that nothing else tells; artifacts of earlier versions say nothing."""
+
+    def model(**rope):
+        return tiny_adapter(base=tiny_base(**NARROW, **rope), target_modules=["q_proj"])
+
+    folder = lg.save_gates(lg.attach_gates(model(), lg.GateConfig(-3, 2)), tmp_path / "gated", base_id="somewhere")
+    lg.load_gates(model(), folder)
+    assert caplog.text == ""
+    longer = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}
+    lg.load_gates(model(**longer), folder)
+    assert "RoPE: rope_type = default; here it is rope_type = linear" in caplog.text
+    caplog.clear()
+    written = read_gate_config(folder)
+    del written["base"]["rope"]
+    write_json(folder / CONFIG, written)
+    lg.load_gates(model(**longer), folder)
+    assert caplog.text == ""

@@ -14,9 +14,10 @@ import transformers as tf
 from test_gguf import write_gguf
 
 import loragate as lg
-from loragate.errors import ArtifactError
+from loragate.errors import ArtifactError, LoragateError
 from loragate.gates import constant_gate
 from loragate.models import open_model, resolve, runtimes
+from loragate.models.export import export_adapter
 from loragate.models.runtimes import FAMILIES as KNOWN
 from loragate.models.runtimes import GGUF_FILE, read_gguf, read_mlx
 from test_families import FAMILIES
@@ -264,3 +265,12 @@ def test_a_file_that_the_runtime_would_refuse_is_named(tmp_path: Path) -> None:
         (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ArtifactError, match=said):
             read_mlx(tmp_path / "mlx", tmp_path, base)
+
+
+def test_a_gguf_file_that_a_full_disk_cut_off_is_called_so(tmp_path: Path, monkeypatch: Any) -> None:
+    """The last flush of gguf's writer fails in silence; nothing is then left under the name that was asked for."""
+    _, adapter = saved(tmp_path, tiny_base())
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", lambda self: None)
+    with pytest.raises(LoragateError, match=f"{tmp_path}/out/{GGUF_FILE} was not written: the disk is full"):
+        export_adapter(str(adapter), tmp_path / "out", to="gguf")
+    assert not (tmp_path / "out").exists()

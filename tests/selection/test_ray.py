@@ -20,6 +20,7 @@ import pytest
 from places import COMMAND_LINE, arguments, numbers, stamps, sweep, work
 
 from loragate.errors import ConfigError, LoragateError
+from loragate.signals import sigterm_as_ctrl_c
 
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -117,20 +118,25 @@ def test_a_node_that_is_not_up_in_time_is_started_once_more(monkeypatch):
     calls = []
 
     def init(address, **kept):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as Ray's own does, without a word
         calls.append(address)
         if len(calls) < up:
             raise Exception("The current node timed out during startup.\nMore.")
 
     monkeypatch.setattr("ray.init", init)
     up = 2
-    with ray_session(Resources(workers=2)):
-        assert calls == ["local", "local"]
+    with sigterm_as_ctrl_c():
+        ours = signal.getsignal(signal.SIGTERM)
+        with ray_session(Resources(workers=2)):
+            assert calls == ["local", "local"]
+            assert signal.getsignal(signal.SIGTERM) is ours, "SIGTERM says how to go on, as Ctrl-C does"
     calls.clear()
     up = 3
     with pytest.raises(
         ConfigError, match=r"not be started \(The current node timed out during startup\.\); --runner seq"
     ):
         ray_session(Resources(workers=2)).__enter__()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert len(calls) == 2
 
 

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 import loragate as lg
 from loragate.data import encode_rows, load_rows
-from loragate.errors import ConfigError, TrainingError
+from loragate.errors import ArtifactError, ConfigError, TrainingError
 from loragate.gates import trace_gates
 from loragate.training.arguments import IGNORED_SFT_ARGUMENTS, recorded_arguments
 from loragate.training.gate_training import measure_entropy
@@ -85,6 +85,22 @@ def test_the_example_trains_gates_and_writes_an_artifact(tmp_path, monkeypatch):
     assert record["training"]["settings"]["learning_rate"] == 5e-4
     assert record["training"]["steps"] == 3
     assert record["stop_token_ids"] == [tiny_tokenizer().eos_token_id]
+
+
+def test_a_trainer_replaces_what_it_saved_itself_and_nothing_else(tmp_path):
+    trainer, folder = trainer_of(tmp_path / "run"), tmp_path / "gated"
+    trainer.save_model(str(folder))
+    (folder / "notes.txt").write_text("mine")
+    trainer.train()
+    trainer.save_model(str(folder))
+    trained, written = lg.gate_parameters(trainer.original_model), load_file(folder / "gates.safetensors")
+    assert all(torch.equal(written[name], value.detach()) for name, value in trained.items())
+    assert json.loads((folder / "gate_config.json").read_text())["training"]["steps"] == 3
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "adapter" / "tokenizer" / "tokenizer.json").is_file()
+    other = trainer_of(tmp_path / "again")
+    with pytest.raises(ArtifactError, match="already holds a gated adapter; choose another folder"):
+        other.save_model(str(folder))
 
 
 def test_the_papers_values_are_the_defaults():

@@ -140,10 +140,14 @@ class DiagnosticContext(ReadsModel):
         self.seed, self.batch_size = request.tasks.seed, request.engine.batch_size
         self.has_tasks = bool(request.tasks.suite or request.tasks.tasks)
         self.tasks: list[Task] = []
+        self.noted: set[Kind] = set()
         self.began = time.monotonic()
 
     def say(self, line: str) -> None:
         """Something that a reader should know."""
+
+    def show(self, record: Record) -> None:
+        """What was found, before it is written: a full disk then costs the file, and not hours of reading."""
 
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
@@ -207,7 +211,7 @@ class DiagnosticContext(ReadsModel):
             return self.open(name, "" if whole else self.request.base, "transformers")
 
     def rows(self, settings: DiagnoseSettings, most: int) -> tuple[list[Row], str]:
-        """The first rows of a file or data set, `most` where the settings do not say, encoded, and where they come from."""
+        """The first rows of a file or data set, `most` where the settings do not say, encoded, and which they are, in words."""
         with self.job("reading the rows"):
             rows = load_rows(settings.rows, limit=settings.max_rows or most)
             length = min(settings.max_length, self.loaded.max_positions or settings.max_length)
@@ -218,7 +222,8 @@ class DiagnosticContext(ReadsModel):
                 f"note: {settings.rows}: of {len(found)} rows {repeats} repeat another; intervals are over the "
                 f"{len(found) - repeats} that differ"
             )
-        return found, f"the first {len(rows)} rows of {settings.rows}"
+        used = "" if len(found) == len(rows) else f"{len(found)} of "  # the others have no response that is read
+        return found, f"{used}the first {len(rows)} rows of {settings.rows}"
 
     def evaluate(
         self,
@@ -242,14 +247,15 @@ class DiagnosticContext(ReadsModel):
         """(stored answers of base, adapter or gates by task, where they come from).
 
         Raises:
-            ConfigError: for a run without answers, and for tasks that it does not hold.
+            ConfigError: for a run without answers, and for a variant or tasks that it does not hold.
         """
         folder, asked = Path(settings.run), self.request.tasks
         evaluation = open_evaluation(folder, self.request.grading)
         acted: tuple[Kind, ...] = ("base", "adapter", "gated")
         for kind in acted[: acted.index(of) + 1]:  # all that `of` is made of
             theirs, here = evaluation.models.get(kind), self.loaded.sources.get(kind)
-            if theirs != here:
+            if theirs not in (None, here) and kind not in self.noted:
+                self.noted.add(kind)  # a look may read the answers of several variants
                 what = "gates" if kind == "gated" else kind
                 self.say(f"note: the answers in {folder} were given with the {what} {theirs}; here it is {here}")
         by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
@@ -257,6 +263,12 @@ class DiagnosticContext(ReadsModel):
             raise ConfigError(
                 f"{folder} holds no answers to read: its tasks were asked through lm-evaluation-harness, which loragate "
                 "diagnose does not read; give a run with other tasks"
+            )
+        held = [variant.label for variant in evaluation.variants]
+        if of not in held:
+            raise ConfigError(
+                f"--run {folder} holds answers of {', '.join(held)}, and none of {of}; give a run of `loragate eval --model "
+                f"{self.request.model}` (gates and alignment read those of another variant with --of)"
             )
         names = comma_list(asked.tasks) or list(by_name)
         for name in names:
@@ -308,8 +320,9 @@ class DiagnosticContext(ReadsModel):
         )
 
     def write_record(self, record: R, name: str, conclude: Callable[[R], tuple[str, ...]]) -> R:
-        """The record with its conclusion and the time that it took, written as `name`.json into the folder."""
+        """The record with its conclusion and the time that it took, shown and written as `name`.json into the folder."""
         about = replace(record.about, seconds=round(time.monotonic() - self.began, 3))
         record = replace(record, about=about, conclusion=conclude(record))
+        self.show(record)
         write_json(self.folder / f"{name}.json", records.to_json(record))
         return record

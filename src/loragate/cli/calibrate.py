@@ -73,7 +73,8 @@ def run(options: CalibrateOptions) -> int:
         calibrated = run_selection(replace(options, adapter=source.record_name), settings, source, trials, out)
     except KeyboardInterrupt as stop:
         if (folder / "run").is_dir():
-            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}")
+            # a training that wrote a checkpoint says at which step
+            out.print(str(stop) if stop.__cause__ else f"stopped; the same command with --resume goes on in {folder}")
         raise
     for line in calibrated.sentences():
         out.print(line)

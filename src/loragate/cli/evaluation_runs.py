@@ -16,7 +16,7 @@ from rich.console import Console
 
 from loragate import records
 from loragate.analysis.alignment import diagnose_alignment
-from loragate.analysis.context import DiagnosticContext
+from loragate.analysis.context import DiagnosticContext, Record
 from loragate.analysis.delta_entropy import diagnose_entropy
 from loragate.analysis.gates import diagnose_gates, diagnose_interventions
 from loragate.analysis.settings import DiagnoseSettings
@@ -178,6 +178,14 @@ class TerminalContext(DiagnosticContext):
     def say(self, line: str) -> None:
         self.out.print(line)
 
+    def show(self, record: Record) -> None:
+        for block in diagnosis_blocks(records.to_json(record)):
+            # what is folded away on the page is too long for a terminal
+            if isinstance(block, Table) and not block.collapsed_label:
+                self.out.print(block)
+        for line in record.conclusion:
+            self.say(f"• {line}")
+
     def job(self, name: str, total: int = 0, unit: str = "") -> Any:
         return self.display.job(name, total, unit)
 
@@ -192,17 +200,11 @@ class TerminalContext(DiagnosticContext):
 
 
 def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -> None:
-    """Take one of the `DIAGNOSIS_RUNNERS`, and print its tables and its conclusion."""
+    """Take one of the `DIAGNOSIS_RUNNERS`, which shows its tables and its conclusion, and say what was written."""
     context, folder = TerminalContext(options), Path(options.out)
     record = DIAGNOSIS_RUNNERS[what](context, settings)
     if what == "tokens":
         context.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
     else:
-        for block in diagnosis_blocks(records.to_json(record)):
-            # what is folded away on the page is too long for a terminal
-            if isinstance(block, Table) and not block.collapsed_label:
-                context.out.print(block)
         write_text(folder / "config.yaml", resolved_yaml(options))
-        for line in record.conclusion:
-            context.say(f"• {line}")
         context.say(f"written to {folder / what}.json in {duration(time.monotonic() - context.began)}")

@@ -6,7 +6,6 @@ Imports nothing heavy, so that `loragate --help` answers at once; a command's ro
 from __future__ import annotations
 
 import dataclasses
-import errno
 import importlib
 import os
 import re
@@ -16,8 +15,19 @@ import traceback
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from loragate.errors import DONE, FAILED, INTERRUPTED, WRONG, ConfigError, DataError, LoragateError, nearest
+from loragate.errors import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    WRONG,
+    ConfigError,
+    DataError,
+    LoragateError,
+    is_disk_full,
+    nearest,
+)
 from loragate.printable import escape_for_terminal
+from loragate.signals import sigterm_as_ctrl_c
 from loragate.version import __version__
 
 if TYPE_CHECKING:
@@ -66,16 +76,18 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     debug = "--debug" in arguments
     try:
-        status = _run(arguments[0], arguments[1:])
+        with sigterm_as_ctrl_c():
+            status = _run(arguments[0], arguments[1:])
         # launchers have statuses of their own, as for a process that a signal ended
         return status if status in (DONE, FAILED, WRONG, INTERRUPTED) else FAILED
     except LoragateError as error:
         return _fail(error, debug)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         kept = "nothing half-written was left"
         if arguments[0] in COMMANDS and hasattr(load_command(arguments[0]).options, "resume"):
             kept = "what was finished is kept, and the same command with --resume goes on with a run that had begun"
-        print(f"\nloragate: stopped by Ctrl-C; {kept}", file=sys.stderr)
+        asked_by = "SIGTERM" if "SIGTERM" in str(stop) else "Ctrl-C"
+        print(f"\nloragate: stopped by {asked_by}; {kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # who read the output has gone (| head): the interpreter's own last flush must not fail as well
@@ -83,13 +95,12 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             return _fail(LoragateError(f"the disk is full{where}; free some space and run again"), debug)
         named = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError))
         return _fail((DataError if named else LoragateError)(f"{error.strerror or error}{where}"), debug)
     except Exception as error:
-        # libraries put a full disk into errors of their own: safetensors quotes the system, torch "failed writing file"
-        if any(sign in str(error) for sign in ("No space left", "failed writing file")):
+        if is_disk_full(error):
             full = "the disk is full; free some space and run again (with --resume if it was a training)"
             return _fail(LoragateError(full), debug)
         hint = "this is a fault of loragate or of a library under it; run again with --debug for the traceback"

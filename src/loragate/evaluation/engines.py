@@ -25,7 +25,7 @@ from loragate.gates.strength import overrides_by_module
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
-from loragate.models.folder_gates import read_gates
+from loragate.models.folder_gates import read_gates, unreached_note
 from loragate.models.loading import DEFAULT_LOADING
 from loragate.models.merge import merge_and_save
 from loragate.models.source import Kind, ModelRef
@@ -84,7 +84,8 @@ def find_available_variants(
     own: float | None = None,
 ) -> tuple[list[ModelVariant], dict[str, str]]:
     """(variants of the model that are scored side by side, {label of a variant that it cannot be: why}); see `variants_for`."""
-    wanted = variants_for(loaded.kind, controls, constants, recommended, own)
+    unreached = unreached_note(loaded.model_source)
+    wanted = variants_for(loaded.kind, controls, constants, recommended, own, unreached)
     left_out = {variant.label: why for variant in wanted if (why := unavailable_reason(loaded, variant))}
     return [variant for variant in wanted if variant.label not in left_out], left_out
 

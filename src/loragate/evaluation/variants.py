@@ -112,6 +112,7 @@ def variants_for(
     constants: Sequence[float | str] = (0.5,),
     recommended: float | None = None,
     own: float | None = None,
+    unreached: str = "",
 ) -> list[ModelVariant]:
     """The variants of a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
 
@@ -124,6 +125,7 @@ def variants_for(
         recommended: a temperature at which the model, and adapter and base beside it, are scored whatever the controls; None for that
             of the tasks alone.
         own: the temperature of all the tasks, at which no variant repeats the first ones; None where they have several.
+        unreached: what no λ reaches of the adapter, in a sentence; empty where λ = 0 is the base.
 
     Raises:
         ConfigError: for an unknown set of controls, or a constant that is the base or the adapter.
@@ -148,7 +150,9 @@ def variants_for(
             except LoragateError as error:
                 raise ConfigError(f"--constants {value}: {error}") from error
             if one.constant is None or one.constant == 1 or (one.constant == 0 and one.part is None):
-                raise ConfigError(f"--constants {value}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
+                same: dict[float | None, str] = {None: "it is no constant", 1: "λ = 1 is the adapter"}
+                zero = unreached or "λ = 0 is the base"
+                raise ConfigError(f"--constants {value}: {same.get(one.constant, zero)}; give other numbers")
             variants.append(ModelVariant.scaled(one.constant, one.part))
     return variants
 

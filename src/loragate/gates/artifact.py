@@ -58,6 +58,8 @@ from loragate.gates.identity import (
     config_fingerprint,
     factor_widths_and_sha256,
     require_same_adapter,
+    rope_settings,
+    rope_warning,
 )
 from loragate.gates.recommended import (
     SAMPLING,
@@ -343,6 +345,7 @@ def _base_record(model: Any, peft_config: Any, base_id: str | None, base_revisio
         "revision": commit or revision or None,
         **({"file": {"name": file.name, "bytes": file.stat().st_size, "sha256": file_sha256(file)}} if file else {}),
         "config_sha256": config_fingerprint(model),
+        "rope": rope_settings(model),
         "quantization": quantization_of(model),
         "weights": base_weight_samples(model),
     }
@@ -570,7 +573,8 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
         parameter.requires_grad_(False).copy_(tensors[key])
     loaded_artifacts(peft_model)[name] = (folder.resolve(), record)
     _apply_generation_settings(peft_model, record)
-    if warning := storage_warning(record["base"].get("quantization"), quantization_of(peft_model)):
+    stored = storage_warning(record["base"].get("quantization"), quantization_of(peft_model))
+    for warning in filter(None, [stored, rope_warning(record["base"].get("rope"), rope_settings(peft_model))]):
         logger.warning(warning)
     return peft_model
 

@@ -141,11 +141,36 @@ def _update(digest: Any, tensor: Tensor) -> None:
 
 def config_fingerprint(model: nn.Module) -> str:
     """sha256 over the configuration values that decide the shape of the base model."""
+    chosen = {key: getattr(_text_config(model), key, None) for key in _CONFIG_KEYS}
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The configuration of a model; of one that also sees, that of the part that writes."""
     config: Any = getattr(model, "config", None)
     getter = getattr(config, "get_text_config", None)
-    text = getter() if callable(getter) else config  # of a model that also sees, the part that writes
-    chosen = {key: getattr(text, key, None) for key in _CONFIG_KEYS}
-    return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
+    return getter() if callable(getter) else config
+
+
+def rope_settings(model: nn.Module) -> dict[str, Any]:
+    """How the base tells positions apart (RoPE: rope_type, rope_theta, factor, …), JSON-able; empty for one that names none."""
+    found = getattr(_text_config(model), "rope_parameters", None) or {}
+    return dict(json.loads(json.dumps(found, default=str)))
+
+
+def rope_warning(recorded: Mapping[str, Any] | None, found: Mapping[str, Any]) -> str | None:
+    """What to tell who loads gates on a base with other positions; None where there is nothing to tell.
+
+    The shape and the weights of such a base are the same. A key that one of the two lacks may be another version's habit.
+    """
+    differing = [key for key in recorded or {} if key in found and recorded[key] != found[key]]  # type: ignore[index]
+    if recorded is None or not differing:
+        return None
+    then, now = (", ".join(f"{key} = {of[key]}" for key in differing) for of in (recorded, found))
+    return (
+        f"these gates were made on a base with other positions (RoPE: {then}; here it is {now}), so that answers differ. Load "
+        "the base with the recorded settings, or evaluate again before you rely on earlier scores"
+    )
 
 
 def base_weight_samples(model: nn.Module) -> dict[str, Any]:

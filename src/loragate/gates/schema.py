@@ -87,6 +87,7 @@ class _Base(_Open):
     weights: _Weights
     revision: str | None = None
     quantization: str | None = None
+    rope: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class _Sampling(_Open):
 
 @dataclass(frozen=True)
 class _Config(_Open):
-    """gate_config.json, as far as a reader relies on it; artifacts of earlier versions have no stop_token_ids, no sampling."""
+    """gate_config.json, as far as a reader relies on it; earlier versions wrote no stop_token_ids, sampling or rope."""
 
     gate: GateConfig
     k: NonNegativeInt | None

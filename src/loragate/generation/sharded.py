@@ -22,6 +22,7 @@ from loragate import errors
 from loragate.errors import ConfigError, LoragateError
 from loragate.generation.engine import Continuation, Engine, OnProgress, Prompts, Sample, split_by_question
 from loragate.generation.sampling import SamplingConfig
+from loragate.signals import keep_sigterm_handler
 
 
 class ShardedEngine(Engine):
@@ -87,7 +88,8 @@ class ShardedEngine(Engine):
         if not ray.is_initialized():
             # without an address Ray would join what a file in a folder of /tmp names, which any user can write
             address = os.environ.get("RAY_ADDRESS") or "local"
-            ray.init(address=address, logging_level="warning", log_to_driver=False)
+            with keep_sigterm_handler():
+                ray.init(address=address, logging_level="warning", log_to_driver=False)
         resources = ray.cluster_resources()
         for name, each in (("GPU", self.gpus), ("CPU", 1.0)):
             if self.shards * each > resources.get(name, 0):

@@ -9,9 +9,11 @@ The rules are those of llama.cpp's src/llama-adapter.cpp and convert_lora_to_ggu
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,6 +110,9 @@ def write_gguf(adapter: Path, folder: Path, base: Any) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        # a full disk that only its last flush meets is passed over in silence
+        if path.stat().st_size < sum(a_RD.numel() + b_OR.numel() for a_RD, b_OR in factors.values()) * 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     write_atomically(folder / GGUF_FILE, write)
 

@@ -194,7 +194,7 @@ def prepare(stage: Stage, config: Path, options: dict[str, Any]) -> bool:
 
 
 def run_command(command: list[str], title: str, offline: bool) -> None:
-    """Run a command line to its end; a KeyboardInterrupt after Ctrl-C, a LoragateError where it fails."""
+    """Run a command line to its end; a KeyboardInterrupt after Ctrl-C or SIGTERM, a LoragateError where it fails."""
     hub = {"HF_HUB_OFFLINE": "1"} if offline else {}
     try:
         status = wait_for_child(subprocess.Popen(command, env=os.environ | hub))

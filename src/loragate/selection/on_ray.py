@@ -20,6 +20,7 @@ import torch
 from loragate.errors import ConfigError, LoragateError
 from loragate.selection.selection_run import OnTrial, Open, SelectionRun, no_trial
 from loragate.selection.trials import Trial
+from loragate.signals import keep_sigterm_handler
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
 
@@ -104,7 +105,8 @@ def ray_session(resources: Resources) -> Iterator[None]:
         try:
             with warnings.catch_warnings(action="ignore"):
                 given = {} if address else own
-                ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **given)
+                with keep_sigterm_handler():
+                    ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **given)
             break
         except Exception as error:  # Ray raises a bare Exception where a node was not up in time
             ray.shutdown()

@@ -16,7 +16,7 @@ from vllm.distributed import get_pp_group
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from loragate.errors import ArtifactError
-from loragate.gates.identity import compare_base_samples, config_fingerprint, is_norm
+from loragate.gates.identity import compare_base_samples, config_fingerprint, is_norm, rope_settings, rope_warning
 from loragate.gates.schema import CONFIG
 from loragate.gates.signed_map import SignedMap
 from loragate.models.folder_gates import FolderGates
@@ -100,6 +100,8 @@ def _check_base(gates: FolderGates, manager: Any) -> None:
     config = getattr(manager.model, "config", None)
     if config is not None and config_fingerprint(SimpleNamespace(config=config)) != base["config_sha256"]:  # type: ignore[arg-type]
         raise ArtifactError(f"{where}: these gates were made on a base of another architecture ({named})")
+    if warning := rope_warning(base.get("rope"), rope_settings(SimpleNamespace(config=config))):  # type: ignore[arg-type]
+        logging.getLogger("loragate").warning("%s: %s", where, warning)
     # norms are the weights that vLLM neither packs, shards, pads nor quantises
     served = dict(manager.model.named_parameters())
     recorded, known = base["weights"]["values"], {}

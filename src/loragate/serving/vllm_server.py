@@ -60,18 +60,12 @@ _PROBES: tuple[list[dict[str, str]], ...] = (
 
 
 def serve(settings: ServerSettings, system: str = "none") -> int:
-    """Run vLLM's server until it ends or Ctrl-C; returns the exit status.
+    """Run vLLM's server until it ends or a KeyboardInterrupt, so that no child is left behind; returns the exit status.
 
     Args:
         system: "none" leaves out a default system message of the template.
     """
     out = console()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    # the signal of `kill` and of service managers is as Ctrl-C, so that no child is left behind
-    signal.signal(signal.SIGTERM, interrupt)
     try:
         source, adapters = served_adapters(settings)
         rank = check_servable(source, adapters, settings.trust_remote_code)

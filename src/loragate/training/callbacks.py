@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from loragate.errors import DivergenceError, StoppedError, TrainingError
 from loragate.files import describe_os_error, write_text
+from loragate.signals import STOP_SIGNALS
 from loragate.training.settings import GATE_OBJECTIVES
 
 
@@ -174,10 +175,6 @@ class SkippedStepCheck(TrainerCallback):
             )
 
 
-STOP_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-"""What asks a training to stop; batch systems and service managers send the second before they kill."""
-
-
 class StopOnSignal(TrainerCallback):
     """First Ctrl-C or SIGTERM: finish the step, write a checkpoint and stop. Second: stop at once."""
 
@@ -191,9 +188,10 @@ class StopOnSignal(TrainerCallback):
             self.previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
 
     def _handle(self, number: int, frame: Any) -> None:
+        name = STOP_SIGNALS[signal.Signals(number)]
         if self.stop_requested:
-            raise KeyboardInterrupt
-        self.stop_requested, self.asked_by = True, STOP_SIGNALS[signal.Signals(number)]
+            raise KeyboardInterrupt(name)
+        self.stop_requested, self.asked_by = True, name
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size > 1:

@@ -150,8 +150,9 @@ class GateTrainer(StatisticsTrainer):
 
     `train` checks that the gates start at the adapter, trains, checks that nothing but gates has changed, and leaves a `result`.
     `evaluate` reports the mean loss and top-k entropy over the response tokens of `eval_dataset`. `save_model` writes the gated
-    adapter as an artifact (`loragate.save_gates`). Callbacks, `report_to`, logging, checkpoints and `resume_from_checkpoint` work
-    as in transformers; a checkpoint holds the gates, the optimiser and the random state.
+    adapter as an artifact (`loragate.save_gates`), and replaces one that it wrote itself. Callbacks, `report_to`, logging,
+    checkpoints and `resume_from_checkpoint` work as in transformers; a checkpoint holds the gates, the optimiser and the random
+    state.
 
     Args:
         model: a PeftModel with a plain LoRA adapter, which is gated in place, or one with gates already.
@@ -229,6 +230,7 @@ class GateTrainer(StatisticsTrainer):
         self.recorded = recorded_arguments(args) | {"objective": self.trained_by}
         self.k, self.gates_newly_attached = args.k, gates is not None
         self.result: GateTrainingResult | None = None
+        self.saved_to: set[Path] = set()
         self.parity: Parity | None = None
         if gates is not None:
             attach_gates(model, gates, name)
@@ -385,20 +387,25 @@ class GateTrainer(StatisticsTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the gated adapter as an artifact (`loragate.save_gates`) with the tokenizer and the record of the training.
 
+        What this trainer wrote into the folder before is replaced, as in transformers; an artifact of anybody else is not.
+
         Raises:
-            ArtifactError: if the folder holds an artifact already.
+            ArtifactError: if the folder holds an artifact that this trainer did not write. The gates stay in the model: save them
+                to another folder.
         """
         if _internal_call:  # of a checkpoint
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
+            folder = Path(output_dir or self.args.output_dir).resolve()
             save_gates(
                 self.original_model,
                 folder,
                 self.adapter_name,
                 stop_token_ids=find_endings(self.processing_class, self.original_model.generation_config).token_ids,
                 evidence=None if self.result is None else self.result.evidence(),
+                overwrite=folder in self.saved_to,
             )
+            self.saved_to.add(folder)
             self.processing_class.save_pretrained(str(folder / "adapter" / "tokenizer"))
 
 

@@ -20,6 +20,7 @@ from loragate import models
 from loragate.errors import ConfigError
 from loragate.files import require_empty_folder
 from loragate.models.settings import Loading
+from loragate.signals import STOP_SIGNALS
 from loragate.training.settings import LaunchSettings, TrainSettings
 from loragate.training.strategy import STRATEGY_ENV_VAR, Launch, Plan, check_plan, detect_launch
 from loragate.validate import comma_list
@@ -146,11 +147,16 @@ def wait_for_child(process: subprocess.Popen[Any]) -> int:
     passed on.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, once the child has ended.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, once the child has ended.
     """
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate()) if main else None
-    interrupted = False
+    main, interrupted, terminated = threading.current_thread() is threading.main_thread(), False, False
+
+    def pass_on(number: int, frame: Any) -> None:
+        nonlocal terminated
+        terminated = True
+        process.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on) if main else None
     try:
         while True:
             try:
@@ -163,6 +169,6 @@ def wait_for_child(process: subprocess.Popen[Any]) -> int:
     finally:
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-    if interrupted:
-        raise KeyboardInterrupt
+    if interrupted or terminated:
+        raise KeyboardInterrupt(STOP_SIGNALS[signal.SIGTERM if terminated else signal.SIGINT])
     return status
