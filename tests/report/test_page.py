@@ -164,7 +164,9 @@ def test_without_gates_the_adapter_is_compared_with_its_base():
     assert opening.advice == "Use the adapter: it is significantly better than its base"
     assert "the base is significantly worse" in said[0]
     assert found("no difference shown")[0].advice == "The adapter is not significantly different from its base"
-    cooler = [row("base", score, how, temperature=heat) for score, how, heat in ((0.5, "T=0.3", 0.3), (0.6, "greedy", 0.0))]
+    cooler = [
+        row("base", score, how, temperature=heat) for score, how, heat in ((0.5, "T=0.3", 0.3), (0.6, "greedy", 0.0))
+    ]
     _, said = found("better", row("gated", 0.35), *cooler)
     assert [line for line in said if "without any adapter" in line] == [
         "On t, T=1, the base greedy scores 60.0 % without any adapter."
@@ -280,7 +282,9 @@ def test_nor_is_the_base_or_the_adapter_better_that_the_other_beats_at_its_best_
     assert said.score.startswith("t: adapter 30.0")
     assert found("better", 0.6, 0.7).advice.startswith("Use the base without the adapter")
     for base in (0.6, 0.7):
-        assert found("worse", 0.6, base).advice.startswith(f"{unsure}; the adapter is better at the task's own temperature alone")
+        assert found("worse", 0.6, base).advice.startswith(
+            f"{unsure}; the adapter is better at the task's own temperature alone"
+        )
     assert found("worse", 0.6, 0.5).advice.startswith("Use the adapter")
 
 

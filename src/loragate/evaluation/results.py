@@ -112,8 +112,8 @@ class TaskResult:
         entropy: mean along the answers; None where it was not measured.
         reasons: number of samples by the grader's reason ("ok", "wrong", "no_box", ...).
         question_ids, question_scores: per-question mean scores, in the same order in every variant.
-        comparison: difference to the plain adapter, paired by question (of base and gates at a temperature of their own, to it there),
-            with the interval that agrees with `verdict`; None for the adapter itself.
+        comparison: difference to the plain adapter, paired by question (at another temperature to the adapter
+            there), with the interval that agrees with `verdict`; None for the adapter itself.
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
         verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.

@@ -119,8 +119,8 @@ def variants_for(
     Args:
         kind: what was loaded.
         controls: "cheap" adds adapter, base and gates at lower temperatures and greedy, and the adapter with one constant λ;
-            "full" also random gates of the trained ones' size; "none" leaves them out, "alone" also the adapter and the base beneath
-            the model. Controls that must be trained are models of their own.
+            "full" also random gates of the trained ones' size; "none" leaves them out, "alone" also what lies beneath the model.
+            Controls that must be trained are models of their own.
         constants: the constant λ of the cheap controls, each a number or, for a part of the model, "lower=0.5".
         recommended: a temperature at which the models are scored whatever the controls; None for that of the tasks alone.
         own: the temperature of all the tasks, at which no variant repeats the first ones; None where they have several.

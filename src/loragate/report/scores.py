@@ -52,9 +52,9 @@ def caption(record: Record) -> str:
     """What the columns mean, and what was done."""
     text = (
         "Ranges are 95 % intervals over questions; vs adapter is paired by question, base and gates at a lower temperature "
-        "against the adapter there; its p, interval and verdict are after Holm's adjustment over all comparisons. Cut off: answers that "
-        "met the length limit; below it, where it differs, no EOS: answers without an end of sequence. No answer: nothing that "
-        "could be judged was found, for whatever reason. Tokens and entropy (nats per token): means over the answers."
+        "against the adapter there; its p, interval and verdict are after Holm's adjustment over all comparisons. Cut off: "
+        "answers that met the length limit; below it, where it differs, no EOS: answers without an end of sequence. No answer: "
+        "nothing that could be judged was found, for whatever reason. Tokens and entropy (nats per token): means over the answers."
     )
     if record["sandbox"]:
         text += f" Programs ran in the tier {record['sandbox']}."
