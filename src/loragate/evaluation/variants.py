@@ -181,8 +181,7 @@ def activate_variant(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[
             if variant.random is not None:
                 stack.enter_context(_random(model, variant.random))
             if variant.override is not None:
-                override = parse_override(variant.override)
-                stack.enter_context(gate_override(model, **vars(override)))
+                stack.enter_context(gate_override(model, variant.override))
         yield
 
 

@@ -2,8 +2,8 @@
 
 A constant may hold for a part of the model alone, `my-adapter@lower=0.5`; `gates.strength` knows which modules these are.
 
-`gate_override` takes numbers; a server is given strings, and one string is one virtual adapter: the same tensors, another
-λ. The grammar lives here alone, so that vLLM, generate and export read a name alike.
+`gate_override` takes numbers or a string; a server is given strings, and one string is one virtual adapter: the same tensors,
+another λ. The grammar lives here alone, so that Python, vLLM, generate and export read a name alike.
 """
 
 from __future__ import annotations
