@@ -50,6 +50,16 @@ def test_a_task_result_by_hand() -> None:
     assert make_result("adapter", control="T=0.6", temperature=0.6).label == "adapter T=0.6"
 
 
+def test_a_result_is_found_under_the_name_that_is_printed() -> None:
+    cooler = make_result("adapter", control="T=0.6", temperature=0.6)
+    record = dataclasses.replace(make_record(), results=(make_result("gated"), make_result("adapter"), cooler))
+    task = cooler.task
+    assert record.find(task, "adapter T=0.6") is record.find(task, "adapter", "T=0.6") is cooler
+    assert record.find(task, "adapter").control is None
+    with pytest.raises(DataError, match=f"no result of base T=0.6 on {task}; it has: .*adapter T=0.6 on {task}"):
+        record.find(task, "base T=0.6")
+
+
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
     suite = SuiteResult("gated", suite_average([GATED, ADAPTER]), "math", None, compare_suites([GATED], [ADAPTER]))
     record = dataclasses.replace(make_record(), suites=(suite,), sandbox=None, canary={})

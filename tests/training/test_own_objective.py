@@ -267,6 +267,28 @@ def test_a_loss_of_another_shape_is_refused_at_the_first_step(loss, told):
         one(ONE, objective=objective)
 
 
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (
+            lambda stats, context: stats.topk_entropy * 1,
+            r"empty tensor. It is given log_prob, entropy: .*\(topk_entropy, perhaps",
+        ),
+        (
+            lambda stats, context: stats.log_prob,
+            "no gradient, so nothing could train. Of the statistics entropy carry one",
+        ),
+        (lambda stats, context: stats.entropy.detach(), r"keep that out of detach\(\)"),
+    ],
+    ids=["not in outputs", "not in gradients", "detached"],
+)
+@pytest.mark.parametrize(("train", "settings"), [(one, ONE), (two, TWO)], ids=["one", "two"])
+def test_a_loss_of_what_it_does_not_name_is_refused_at_the_first_step(train, settings, loss, told):
+    objective = SimpleNamespace(**{**WHOLE, "loss": loss, "gradients": ("entropy",)})
+    with pytest.raises(ConfigError, match=told):
+        train(settings, objective=objective)
+
+
 @pytest.mark.parametrize(("train", "settings"), [(one, ONE), (two, TWO)], ids=["one", "two"])
 def test_a_gradient_that_is_not_finite_stops_the_run_before_it_is_applied(train, settings):
     """In the last step no later loss would tell, and the result would be NaN throughout."""

@@ -213,11 +213,15 @@ class EvaluationRecord:
     schema: Literal[1] = 1
 
     def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:
-        """Return a result; raises `DataError`, naming those there are, when it is absent."""
-        for result in self.results:
-            if (result.task, result.variant, result.control) == (task, variant, control):
-                return result
+        """Return a result, named as it is printed ("base T=0.7") or in two parts ("base", "T=0.7").
+
+        Raises:
+            DataError: naming those there are, when it is absent.
+        """
         name = variant if control is None else f"{variant} {control}"
+        for result in self.results:
+            if (result.task, result.label) == (task, name):
+                return result
         found = ", ".join(f"{result.label} on {result.task}" for result in self.results) or "none"
         raise DataError(f"the record has no result of {name} on {task}; it has: {found}.")
 

@@ -187,24 +187,32 @@ def token_losses(objective: Objective, stats: TokenStatistics, context: Objectiv
     """The objective's loss, shaped like the statistics; what it says of positions without a label does not count.
 
     Raises:
-        ConfigError: for another shape, a statistic that is read and not named, and a negative weight of a
-            `WeightedCrossEntropy`.
+        ConfigError: for another shape, a statistic that is read and not named, a loss without a gradient where one is asked for,
+            and a negative weight of a `WeightedCrossEntropy`.
     """
     try:
         losses = objective.loss(stats, context)
     except RuntimeError as error:
         if "must match" not in str(error):  # what a device lacks, say
             raise
-        # a statistic that was not asked for is empty, and fails on its shape
-        raise ConfigError(
-            f"objective {objective.name!r}: {error}. It is given {', '.join(objective.outputs)}: whatever else its loss reads "
-            "must be named, in outputs, or in reads= of a WeightedCrossEntropy"
-        ) from error
+        raise ConfigError(f"objective {objective.name!r}: {error}. {_describe_outputs(objective)}") from error
     found = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+    if found == [0] != list(stats.mask.shape):
+        raise ConfigError(
+            f"objective {objective.name!r}: loss returned an empty tensor. {_describe_outputs(objective)}"
+        )
     if found != list(stats.mask.shape):
         raise ConfigError(
             f"objective {objective.name!r}: loss returned {found}, expected one value per token, "
             f"{list(stats.mask.shape)} like the statistics, neither summed nor averaged"
+        )
+    carried = any(getattr(stats, name).requires_grad for name in STATISTICS)
+    if torch.is_grad_enabled() and carried and not losses.requires_grad:
+        named = ", ".join(objective.outputs if objective.gradients is None else objective.gradients)
+        raise ConfigError(
+            f"objective {objective.name!r}: its loss has no gradient, so nothing could train. Of the statistics {named} carry one, "
+            "as its gradients say (None: all of outputs), and the others come detached: name there what the loss differentiates, "
+            "and keep that out of detach() and no_grad()"
         )
     # the trainer waits for the device at this point in any case, to see whether the loss is finite
     if isinstance(objective, WeightedCrossEntropy) and bool(((losses < 0) & (stats.log_prob < 0)).any()):
@@ -213,6 +221,15 @@ def token_losses(objective: Objective, stats: TokenStatistics, context: Objectiv
             "least 0; write an objective of your own kind for signed terms"
         )
     return torch.where(stats.mask, losses, losses.new_zeros(()))
+
+
+def _describe_outputs(objective: Objective) -> str:
+    """What its loss is given, and what else it may have read: a statistic that was not asked for is empty, and shows by its shape."""
+    others = [name for name in STATISTICS if name not in objective.outputs]
+    return (
+        f"It is given {', '.join(objective.outputs)}: whatever else its loss reads ({' or '.join(others) or 'nothing'}, perhaps) must "
+        "be named, in outputs, or in reads= of a WeightedCrossEntropy"
+    )
 
 
 def check_objective(objective: Any) -> None:
