@@ -210,9 +210,9 @@ def token_losses(objective: Objective, stats: TokenStatistics, context: Objectiv
     if torch.is_grad_enabled() and carried and not losses.requires_grad:
         named = ", ".join(objective.outputs if objective.gradients is None else objective.gradients)
         raise ConfigError(
-            f"objective {objective.name!r}: its loss has no gradient, so nothing could train. Of the statistics {named} carry one, "
-            "as its gradients say (None: all of outputs), and the others come detached: name there what the loss differentiates, "
-            "and keep that out of detach() and no_grad()"
+            f"objective {objective.name!r}: its loss has no gradient, so nothing could train. Of the statistics {named} carry "
+            "one, as its gradients say (None: all of outputs), and the others come detached: name there what the loss "
+            "differentiates, and keep that out of detach() and no_grad()"
         )
     # the trainer waits for the device at this point in any case, to see whether the loss is finite
     if isinstance(objective, WeightedCrossEntropy) and bool(((losses < 0) & (stats.log_prob < 0)).any()):
@@ -224,11 +224,11 @@ def token_losses(objective: Objective, stats: TokenStatistics, context: Objectiv
 
 
 def _describe_outputs(objective: Objective) -> str:
-    """What its loss is given, and what else it may have read: a statistic that was not asked for is empty, and shows by its shape."""
-    others = [name for name in STATISTICS if name not in objective.outputs]
+    """What its loss is given, and what it may have read beside that: such a statistic is empty, and fails on its shape."""
+    others = " or ".join(name for name in STATISTICS if name not in objective.outputs)
     return (
-        f"It is given {', '.join(objective.outputs)}: whatever else its loss reads ({' or '.join(others) or 'nothing'}, perhaps) must "
-        "be named, in outputs, or in reads= of a WeightedCrossEntropy"
+        f"It is given {', '.join(objective.outputs)}: whatever else its loss reads ({others or 'something'}, perhaps) must be "
+        "named, in outputs, or in reads= of a WeightedCrossEntropy"
     )
 
 
