@@ -49,7 +49,7 @@ from loragate.training.rows import (
     read_rows,
     require_mask_column,
 )
-from loragate.training.run import TrainingOutcome, check_custom_objective, run_in_folder
+from loragate.training.run import TrainingOutcome, check_custom_objective, run_in_folder, save_tokenizer
 from loragate.training.settings import FineTuningSettings, RowsSettings, drop_unrecorded
 from loragate.training.sharding import target_device
 from loragate.training.strategy import detect_launch, process_state
@@ -93,7 +93,7 @@ class FineTuningResult(TrainingOutcome):
         config = self.model.peft_config["default"]
         config.base_model_name_or_path, config.revision = base.absolute_name, base.commit() or None
         write_adapter(self.model, "default", Path(folder))
-        tokenizer.save_pretrained(str(folder))
+        save_tokenizer(tokenizer, Path(folder))
 
 
 def resolve_settings_from_adapter(settings: FineTuningSettings, record: Any) -> FineTuningSettings:

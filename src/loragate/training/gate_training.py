@@ -59,6 +59,7 @@ from loragate.training.run import (
     TrainingOutcome,
     check_custom_objective,
     run_in_folder,
+    save_tokenizer,
 )
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import target_device
@@ -406,7 +407,7 @@ class GateTrainer(StatisticsTrainer):
                 overwrite=folder in self.saved_to,
             )
             self.saved_to.add(folder)
-            self.processing_class.save_pretrained(str(folder / "adapter" / "tokenizer"))
+            save_tokenizer(self.processing_class, folder / "adapter" / "tokenizer")
 
 
 def train_gates(

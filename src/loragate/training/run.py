@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback
 from trl import SFTConfig
 
 from loragate.errors import ConfigError
+from loragate.files import read_json, write_json
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import check_objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnSignal
@@ -96,3 +98,14 @@ def check_custom_objective(objective: Objective, settings: TrainSettings | SFTCo
     for sentence, holds in wrong.items():
         if holds:
             raise ConfigError(sentence)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """The tokenizer into an adapter's folder, as AutoTokenizer reads it where no model is beside it."""
+    tokenizer.save_pretrained(str(folder))
+    path = folder / "tokenizer_config.json"
+    record = read_json(path)
+    # beside a base this keeps its model type from choosing another class; AutoTokenizer fails on it anywhere else
+    if record.get("auto_map") == {"AutoTokenizer": [None, None]}:
+        del record["auto_map"]
+        write_json(path, record)

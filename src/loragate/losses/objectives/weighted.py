@@ -71,7 +71,8 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
 
     Args:
         tau: "median" takes the median over the batch (all rows of the optimiser step, on all processes) of the
-            per-sequence mean loss, anew at each step. A number fixes it, and saves the pass that measures the losses.
+            per-sequence mean loss, anew at each step; of an even number of sequences the lower of the middle two, as torch's
+            median is. A number fixes it, and saves the pass that measures the losses.
         floor: smallest weight. Both defaults rest on third-party evidence; the paper states neither.
     """
     validate(_TAU, tau, "TALR's tau")
@@ -94,7 +95,7 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
 def median_sequence_loss(
     parts: Sequence[tuple[TokenStatistics, ObjectiveContext]], gather: Gather
 ) -> list[torch.Tensor]:
-    """Median over the batch's sequences of the mean token loss, a scalar of at least 1e-6; the same for every part."""
+    """Lower median over the batch's sequences of the mean token loss, a scalar of at least 1e-6; the same for every part."""
     means = gather(torch.cat([sequence_losses(stats, context) for stats, context in parts]))
     # with a NaN in the median every row's loss would be one, and the message could not name the row at fault
     median = means.nanmedian().clamp(min=1e-6) if means.numel() else means.new_ones(())
