@@ -46,6 +46,7 @@ from loragate.modes import evaluation_mode
 from loragate.training.arguments import GateTrainingArguments, build_trainer_arguments, recorded_arguments
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
+from loragate.training.fine_tuning import base_reference
 from loragate.training.memory import fit_passes
 from loragate.training.model_state import require_causal_model, statistics_forward, without_dropout
 from loragate.training.rows import (
@@ -253,6 +254,9 @@ class GateTrainer(StatisticsTrainer):
                 where=where,
                 eval_dataset=self._encoded_evaluation(eval_dataset, model, objective),
                 data_collator=data_collator,
+                reference=base_reference
+                if "reference_kl" in objective.requires
+                else None,  # no objective of the paper's
                 adapter_name=name,
                 callbacks=callbacks or (),
                 optimizers=optimizers,
@@ -436,8 +440,9 @@ def train_gates(
         config: the gates.
         settings: the training; the paper's values by default.
         objective: one of your own in place of `settings.objective`: a `loragate.losses.WeightedCrossEntropy`, or an object of
-            the protocol `loragate.losses.objectives.Objective`. It reads the rows' responses and no reference model;
-            `settings.k` stays the support of the entropies before and after.
+            the protocol `loragate.losses.objectives.Objective`. It reads the rows' responses; where it requires "reference_kl",
+            also the KL to the base, which is the model with the adapter off. `settings.k` stays the support of the entropies
+            before and after.
         adapter_name: None for the active adapter.
         run_folder: for the record, the log and checkpoints; None keeps nothing but the result.
         resume: continue the run in `run_folder`.
@@ -504,6 +509,7 @@ def train_gates(
                 "adapter_sha256": adapter_fingerprint(trainer._measured_model, name),
                 "frozen_weights": trainer.frozen_checksum,  # also what tells one base, with its adapter, from another
                 **({} if objective is None else {"constants": objective.settings}),
+                **({} if trainer.reference is None else {"reference": "base"}),
             }
             run_in_folder(trainer, folder, identity, on_step)
             assert trainer.result is not None

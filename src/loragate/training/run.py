@@ -20,7 +20,7 @@ from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import check_objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnSignal
 from loragate.training.checkpoints import METRICS_FILE, TrainingFolder, template_hints
-from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, FineTuningSettings, TrainSettings
+from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, TrainSettings
 from loragate.training.trainer import StatisticsTrainer
 
 
@@ -90,9 +90,6 @@ def check_custom_objective(objective: Objective, settings: TrainSettings | SFTCo
         ),
         f"objective_options are constants of a named objective; leave them out, {name!r} has its own": bool(
             getattr(settings, "objective_options", None)
-        ),
-        f"objective {name!r} requires 'reference_kl', and Stage II has no reference model": (
-            "reference_kl" in objective.requires and not isinstance(settings, FineTuningSettings)
         ),
     }
     for sentence, holds in wrong.items():

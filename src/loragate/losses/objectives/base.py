@@ -58,8 +58,8 @@ class Objective(Protocol):
     Attributes:
         name: what records call it.
         k: support of the top-k entropy it reads; 0 for the whole vocabulary, 2 where it reads none.
-        requires: what the context or the statistics must hold: "keep_mask", "reference_kl" (Stage I only), "sequence_ids"
-            (of rows that are not packed the same throughout a row).
+        requires: what the context or the statistics must hold: "keep_mask", "reference_kl" (`stats.kl`, to the base: the model
+            with its adapter off), "sequence_ids" (of rows that are not packed the same throughout a row).
         outputs: the statistics it reads, of "log_prob", "entropy" (in full) and "topk_entropy".
         gradients: those it differentiates, the others come detached; None for all, recomputed in the backward as they are
             needed.
