@@ -128,7 +128,9 @@ def relaunch_if_requested(
         launch = Launch(strategy, processes, cpu=launch.cpu)
     # a GPU that is named is not looked at here: this process may only start the others
     device = (models.torch_device(loading) if loading.device == "auto" else loading.device).partition(":")[0]
-    check_plan(Plan.of_settings(settings, launch, device, quantization=loading.quantization, **more))
+    known = {name: getattr(settings, name) for name in ("precision", "packing", "group_by_length")}
+    known |= {"dora": getattr(settings, "dora", False), "reference": getattr(settings, "objective", "") == "eksft"}
+    check_plan(Plan(launch=launch, device=device, quantization=loading.quantization, **known, **more))
     settings.accumulation(launch.processes)
     if launched or launch.processes < 2:
         return None

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError
-from loragate.training.settings import TrainSettings
 
 STRATEGIES = ("ddp", "fsdp2")
 STRATEGY_ENV_VAR = "LORAGATE_STRATEGY"
@@ -97,7 +96,6 @@ class Plan:
     """A run before it begins; what is not known is left at its default, and no rule then speaks of it.
 
     Attributes:
-        objective: of the training.
         launch: how the processes were started.
         device: "cuda", "cpu" or "mps".
         quantization: "none", "8bit" or "4bit".
@@ -107,7 +105,6 @@ class Plan:
         sampling: the run samples answers, to choose a range.
     """
 
-    objective: str = ""
     launch: Launch = field(default_factory=Launch)
     device: str = ""
     quantization: str = "none"
@@ -117,13 +114,6 @@ class Plan:
     dora: bool = False
     reference: bool = False
     sampling: bool = False
-
-    @classmethod
-    def of_settings(cls, settings: TrainSettings, launch: Launch, device: str, **more: Any) -> Plan:
-        """The plan that training settings describe; `more` overrides or adds."""
-        known = {one.name for one in fields(cls)} - {"launch", "device"}
-        read = {name: getattr(settings, name) for name in known if hasattr(settings, name)}
-        return cls(**{**read, "launch": launch, "device": device, **more})
 
 
 # by name: whether a plan is forbidden, and what to change, with fields of the plan `p` in braces
@@ -151,7 +141,7 @@ INCOMPATIBILITIES: dict[str, tuple[Callable[[Plan], bool], str]] = {
         "set here: add --skip-selection and compare with the plain adapter afterwards (loragate eval), or choose in one process",
     ),
     "sharding × reference": (
-        lambda p: p.launch.is_sharded and (p.reference or p.objective == "eksft"),
+        lambda p: p.launch.is_sharded and p.reference,
         "an objective with a KL to a reference is not sharded with {p.launch.strategy}: launch with ddp",
     ),
     "sharding × DoRA": (
@@ -181,12 +171,7 @@ INCOMPATIBILITIES: dict[str, tuple[Callable[[Plan], bool], str]] = {
 }
 
 
-def find_conflicts(plan: Plan) -> list[str]:
-    """The sentences of all rules that forbid a plan."""
-    return [sentence.format(p=plan) for forbids, sentence in INCOMPATIBILITIES.values() if forbids(plan)]
-
-
 def check_plan(plan: Plan) -> None:
     """Refuse a run that cannot work: a ConfigError with everything that must change, one line each."""
-    if found := find_conflicts(plan):
+    if found := [sentence.format(p=plan) for forbids, sentence in INCOMPATIBILITIES.values() if forbids(plan)]:
         raise ConfigError("\n".join(found))

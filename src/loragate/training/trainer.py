@@ -242,7 +242,6 @@ class StatisticsTrainer(SFTTrainer):
     def _refuse_impossible(self, model: Any, args: SFTConfig, grouped: bool) -> None:
         check_plan(
             Plan(
-                objective=self.objective.name,
                 launch=detect_launch(),
                 device=target_device(model).type,
                 quantization=quantization_of(causal_model(model)),
