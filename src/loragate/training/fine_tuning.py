@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from loragate.training.rows import (
     require_mask_column,
 )
 from loragate.training.run import TrainingOutcome, check_custom_objective, run_in_folder
-from loragate.training.settings import FineTuningSettings, RowsSettings, drop_unrecorded
+from loragate.training.settings import FineTuningSettings, RowsSettings
 from loragate.training.sharding import target_device
 from loragate.training.strategy import detect_launch, process_state
 from loragate.training.trainer import StatisticsTrainer
@@ -267,7 +267,7 @@ def train_adapter(
             identity["start"] = weights_checksum(trained.items())
         identity |= {
             "stage": "sft",
-            "settings": {**drop_unrecorded(asdict(settings)), "objective": chosen.name},
+            "settings": {**settings.as_record(), "objective": chosen.name},
             "data": source.as_record(),
             "tokens": encoded_fingerprint(encoded),
             "base": base,

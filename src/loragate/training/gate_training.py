@@ -209,11 +209,9 @@ class GateTrainer(StatisticsTrainer):
         if objective is None:
             # "ce", the paper's ablation, reads the entropy for its log alone
             ablation = replace(sft(), name="ce", k=args.k, reads=("topk_entropy",))
-            objective, self.custom_objective = ablation if args.objective == "ce" else GateEntropy(args.k), None
+            objective = ablation if args.objective == "ce" else GateEntropy(args.k)
         else:
             check_custom_objective(objective, args)
-            self.custom_objective = objective
-        self.trained_by = objective.name
         rows: Rows | None = None
         if not isinstance(train_dataset, EncodedRows):
             if train_dataset is None:
@@ -226,7 +224,7 @@ class GateTrainer(StatisticsTrainer):
             "fingerprint": encoded_fingerprint(train_dataset) if rows is None else rows.fingerprint,
         }
         require_mask_column(objective, train_dataset, self.data["source"])
-        self.recorded = recorded_arguments(args) | {"objective": self.trained_by}
+        self.recorded = recorded_arguments(args) | {"objective": objective.name}
         self.k, self.gates_newly_attached = args.k, gates is not None
         self.result: GateTrainingResult | None = None
         self.parity: Parity | None = None
@@ -290,16 +288,11 @@ class GateTrainer(StatisticsTrainer):
         found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 
-    @property
-    def _measured_model(self) -> Any:
-        """The model to measure with: under FSDP2 the twin, as the original lies in host memory."""
-        return self.model if self.sharded else self.original_model
-
     def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
         """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics; see `measure_entropy`."""
         with phase(f"measuring entropy on {len(rows)} examples"), self.accelerator.autocast():
             return measure_entropy(
-                self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
+                self.model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
             )
 
     def check_initial_parity(self) -> None:
@@ -316,24 +309,22 @@ class GateTrainer(StatisticsTrainer):
             {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
             for row in self.encoded[:PARITY_ROWS]
         ]
-        model, batch = self._measured_model, TrainingCollator(self.processing_class)(few)
-        device = next(model.parameters()).device
+        batch = TrainingCollator(self.processing_class)(few)
+        device = next(self.model.parameters()).device
         parity = measure_parity(
-            model, batch["input_ids"].to(device), batch["attention_mask"].to(device), self.adapter_name
+            self.model, batch["input_ids"].to(device), batch["attention_mask"].to(device), self.adapter_name
         )
         if self.gates_newly_attached:
-            check_parity(parity, causal_model(model).dtype)
+            check_parity(parity, causal_model(self.model).dtype)
         else:
-            parity.require_acting(parity.rounding(causal_model(model).dtype))
+            parity.require_acting(parity.rounding(causal_model(self.model).dtype))
         self.parity = parity
         self.entropy_before, _, _ = self.measure(self.encoded[:MEASURED_ROWS])
         self.frozen_checksum = self._frozen_checksum()
 
     def _frozen_checksum(self) -> str:
         return weights_checksum(
-            (name, parameter)
-            for name, parameter in self._measured_model.named_parameters()
-            if not parameter.requires_grad
+            (name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -356,8 +347,8 @@ class GateTrainer(StatisticsTrainer):
                 "a frozen weight of the base or the adapter changed during training; the result is not used"
             )
         after, gates, total = self.measure(self.encoded[:MEASURED_ROWS])
-        own, assured = self.custom_objective, self.parity
-        assert assured is not None
+        own = None if self.objective.name in GATE_OBJECTIVES else self.objective
+        assert self.parity is not None
         self.result = GateTrainingResult(
             history=self.history,
             steps=self.state.global_step,
@@ -366,7 +357,7 @@ class GateTrainer(StatisticsTrainer):
             fused_head=self.fused,
             config=attached_config(self.original_model, self.adapter_name),
             settings=self.recorded,
-            parity=assured,
+            parity=self.parity,
             entropy_before=self.entropy_before,
             entropy_after=after,
             gates=gates,
@@ -375,7 +366,7 @@ class GateTrainer(StatisticsTrainer):
             rows=len(self.encoded),
             response_tokens=self.encoded.summary.response_tokens,
             data=self.data,
-            objective=self.trained_by,
+            objective=self.objective.name,
             constants={} if own is None else dict(own.settings),
             own_k=own.k if own is not None and "topk_entropy" in own.outputs else None,
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
@@ -484,7 +475,7 @@ def train_gates(
         )
         try:
             trainer.check_initial_parity()
-            trainer.recorded = {**settings.as_record(), "objective": trainer.trained_by}
+            trainer.recorded = {**settings.as_record(), "objective": trainer.objective.name}
             trainer.data = {"source": source.source, "fingerprint": source.fingerprint}
             before = math.nan if heldout is None else trainer.measure(heldout[:])[0]
             identity = {
@@ -493,7 +484,7 @@ def train_gates(
                 "gate": asdict(config),
                 "data": source.as_record(),
                 "tokens": encoded_fingerprint(encoded),
-                "adapter_sha256": adapter_fingerprint(trainer._measured_model, name),
+                "adapter_sha256": adapter_fingerprint(trainer.model, name),
                 "frozen_weights": trainer.frozen_checksum,  # also what tells one base, with its adapter, from another
                 **({} if objective is None else {"constants": objective.settings}),
             }
