@@ -19,5 +19,5 @@ from .gate_training import (
     GateTrainer as GateTrainer,
     GateTrainingResult as GateTrainingResult,
     train_gates as train_gates,
-    training_rows as training_rows,
 )
+from .rows import training_rows as training_rows

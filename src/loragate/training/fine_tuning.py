@@ -22,7 +22,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from trl import SFTConfig
 
-from loragate.data import EncodedRows, encode_rows, load_rows
+from loragate.data import EncodedRows, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
 from loragate.files import RunFolder
@@ -48,6 +48,7 @@ from loragate.training.rows import (
     encoded_fingerprint,
     read_rows,
     require_mask_column,
+    training_rows,
 )
 from loragate.training.run import TrainingOutcome, check_custom_objective, run_in_folder
 from loragate.training.settings import FineTuningSettings, RowsSettings
@@ -240,8 +241,7 @@ def train_adapter(
         source = load_rows(rows)
         check_encoded_matches_rows(encoded, source)
         if encoded is None:
-            source = source.shuffled(settings.seed)
-            encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
+            source, encoded = training_rows(source, tokenizer, settings)
         chosen = make_objective(settings.objective, settings.objective_options) if objective is None else objective
         require_mask_column(chosen, encoded, source.source)
         refers = "reference_kl" in chosen.requires  # to the base with the adapter off
@@ -259,9 +259,8 @@ def train_adapter(
             )  # fmt: skip
         else:
             model = build_adapter(base_model, settings)
-        causal, longest = causal_model(model), int(encoded.arrays["lengths"].max())
-        fitted = settings.fitted(len(encoded), detect_launch().processes)
-        settings = fit_passes(settings, fitted, causal, longest, chosen, chosen.k, folder.recorded_pass_rows)
+        causal, lengths = causal_model(model), encoded.arrays["lengths"]
+        settings = fit_passes(settings, lengths, causal, chosen, chosen.k, folder.recorded_pass_rows)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if settings.adapter:
             identity["start"] = weights_checksum(trained.items())
@@ -381,11 +380,9 @@ class AdapterRun:
             tokenized = replace(adapter, base=self.place.base)
         settings = self.settings
         self.objective = make_objective(settings.objective, settings.objective_options)
-        self.rows = read_rows(self.asked, self.max_rows, settings.seed).shuffled(settings.seed)
+        rows = read_rows(self.asked, self.max_rows, settings.seed)
         self.tokenizer = open_tokenizer(tokenized, self.loading)
-        self.encoded = encode_rows(
-            self.rows, self.tokenizer, max_length=settings.max_length, system=self.system, on_progress=on_progress
-        )
+        self.rows, self.encoded = training_rows(rows, self.tokenizer, settings, self.system, on_progress=on_progress)
         require_mask_column(self.objective, self.encoded, self.rows.source)
 
     def load(self) -> None:

@@ -54,6 +54,7 @@ from loragate.training.rows import (
     check_fits_model,
     encoded_fingerprint,
     require_mask_column,
+    training_rows,
 )
 from loragate.training.run import (
     TrainingOutcome,
@@ -62,7 +63,6 @@ from loragate.training.run import (
 )
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import target_device
-from loragate.training.strategy import detect_launch
 from loragate.training.trainer import StatisticsTrainer, Where
 
 PARITY_ROWS, PARITY_TOKENS = 4, 64
@@ -454,9 +454,8 @@ def train_gates(
         if objective is not None:
             require_mask_column(objective, encoded, source.source)
         # run.json and the artifact get what was done
-        base, longest = causal_model(peft_model), int(encoded.arrays["lengths"].max())
-        fitted = settings.fitted(len(encoded), detect_launch().processes)
-        settings = fit_passes(settings, fitted, base, longest, None, settings.k, folder.recorded_pass_rows)
+        base, lengths = causal_model(peft_model), encoded.arrays["lengths"]
+        settings = fit_passes(settings, lengths, base, None, settings.k, folder.recorded_pass_rows)
         chosen = {"k": settings.k, "objective": settings.objective}
         device = target_device(peft_model).type
         arguments = build_trainer_arguments(
@@ -500,19 +499,6 @@ def train_gates(
             raise
         finally:
             trainer.close()
-
-
-def training_rows(
-    source: Rows, tokenizer: Any, settings: GateTrainingSettings, system: str = "none", **how: Any
-) -> tuple[Rows, EncodedRows]:
-    """The rows of a training of gates in training order: seeded shuffle, first `max_rows`, tokenised.
-
-    `how` goes on to `encode_rows`: on_progress.
-    """
-    chosen = source.shuffled(settings.seed)
-    if settings.max_rows:
-        chosen = chosen.take(settings.max_rows)
-    return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
 
 
 def check_start(config: GateConfig) -> None:

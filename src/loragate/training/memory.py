@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 import torch
 from peft.tuners.lora import LoraLayer
@@ -64,17 +65,20 @@ def pass_memory(
 
 
 def fit_passes(
-    asked: Settings, fitted: Settings, base: Any, longest: int, objective: Objective | None, k: int, recorded: int = 0
+    asked: Settings, lengths: np.ndarray, base: Any, objective: Objective | None, k: int, recorded: int = 0
 ) -> Settings:
-    """`fitted` with fewer rows in a pass where memory is short and `asked` leaves their number open; steps keep their rows.
+    """Settings `fitted` to rows, with fewer of them in a pass where memory is short and `asked` leaves their number open.
 
-    The gradient of a step is the same sum over the same tokens, so only its rounding depends on the rows of a pass.
+    Steps keep their rows: the gradient of one is the same sum over the same tokens, and only its rounding depends on the passes.
 
     Args:
-        base, longest, objective: as in `pass_memory`.
+        lengths: tokens of each row.
+        base, objective: as in `pass_memory`.
         recorded: of the run that is resumed, which goes on as it began; 0 for none.
     """
-    launch, batch, most = detect_launch(), fitted.batch_size, fitted.per_device_train_batch_size
+    launch, longest = detect_launch(), int(lengths.max())
+    fitted = asked.fitted(len(lengths), launch.processes)
+    batch, most = fitted.batch_size, fitted.per_device_train_batch_size
     if asked.per_device_train_batch_size or launch.processes > 1 or launch.is_sharded:
         return fitted
     if recorded:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
 
-from loragate.data import Collator, EncodedRows, Rows, load_rows
+from loragate.data import Collator, EncodedRows, Rows, encode_rows, load_rows
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, DataError, SetupError
 from loragate.losses.causal_head import causal_model
@@ -28,7 +28,7 @@ from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
 from loragate.models.passes import find_longrope_length
 from loragate.modes import evaluation_mode
-from loragate.training.settings import RowsSettings
+from loragate.training.settings import RowsSettings, TrainSettings
 
 logger = logging.getLogger("loragate")
 
@@ -53,6 +53,19 @@ def read_rows(asked: RowsSettings, max_rows: int, seed: int | None = None) -> Ro
     if first or not max_rows or chosen_by is None:
         return rows
     return rows.shuffled(chosen_by).take(max_rows)
+
+
+def training_rows(
+    source: Rows, tokenizer: Any, settings: TrainSettings, system: str = "none", **how: Any
+) -> tuple[Rows, EncodedRows]:
+    """Rows in training order, shuffled by the seed, those of gates no more than `max_rows`; and their tokens.
+
+    `how` goes on to `encode_rows`: on_progress.
+    """
+    chosen = source.shuffled(settings.seed)
+    if most := getattr(settings, "max_rows", 0):
+        chosen = chosen.take(most)
+    return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
 
 
 def require_mask_column(objective: Objective, encoded: EncodedRows, source: str) -> None:

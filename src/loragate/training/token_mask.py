@@ -121,21 +121,20 @@ def mask_rows(
     partial = out.with_name(out.name + ".partial")
     RunFolder(partial).begin(identity, resume=resume)
 
-    def fitting(scorer: Any) -> Any:
-        try:
-            check_fits_model(scorer, scored, rows.where)
-        except LoragateError:
-            if not any(partial.glob("*.npy")):  # nothing was scored: the same call with another max_length may begin
-                shutil.rmtree(partial)
-            raise
-        return scorer
-
     def score(name: str, load: Callable[[], Any]) -> Any:
         path, found = partial / f"{name}.npy", Scores()
         if path.is_file():
             return None
         with display.job(f"scoring under the {name}", len(scored), "row") as job:
-            scorer, pad = fitting(load()), tokenizer.pad_token_id
+            scorer, pad = load(), tokenizer.pad_token_id
+            try:
+                check_fits_model(scorer, scored, rows.where)
+            except LoragateError:
+                if not any(
+                    partial.glob("*.npy")
+                ):  # nothing was scored: the same call with another max_length may begin
+                    shutil.rmtree(partial)
+                raise
             for window in response_log_probs(
                 scorer, scored, pad, per_device_train_batch_size=per_device_train_batch_size
             ):

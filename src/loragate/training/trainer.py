@@ -199,12 +199,9 @@ class StatisticsTrainer(SFTTrainer):
         self.gate_summaries: list[dict[str, float]] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         twin = make_sharded_copy(model)
-        if (
-            twin is not model
-        ):  # a stage names what trains in its own words; the twin knows its parameters by the model's
-            copies = dict(twin.named_parameters())
-            trained = {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
-        self.trained = dict(trained)
+        # a stage names what trains in its own words; the twin knows its parameters by the model's
+        copies = dict(twin.named_parameters())
+        self.trained = {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
         if optimizers[0] is not None:
             self._require_trained_by(optimizers[0])
         # TRL casts trainable parameters of quantised models to bf16; what is trained here keeps its precision.
