@@ -13,8 +13,7 @@ from typing import Any
 from loragate.errors import GateError, nearest
 from loragate.gates.attach import GatedLora
 from loragate.gates.eligibility import active_adapter, lora_layers
-from loragate.gates.override import BANDS as BANDS
-from loragate.gates.override import FAMILIES, Override
+from loragate.gates.override import BANDS, FAMILIES, Override
 
 # how the blocks of a layer are called in transformers: self_attn, attention, mlp, feed_forward, and OPT's fc1 without a block
 _FAMILY_OF = {

@@ -125,7 +125,9 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
                     "merged --out FOLDER, and name that with --base FOLDER"
                 )
             # transformers would put the adapter on the base by itself
-            return _link_without_adapter(folder.absolute()).name, {}
+            return _linked(
+                *(path for path in folder.absolute().iterdir() if not path.name.startswith("adapter_"))
+            ).name, {}
         if base.on_hub:
             _refuse_adapter_on_hub(base)
         return base.name, {"revision": base.revision} if base.revision else {}
@@ -143,23 +145,15 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
             raise ArtifactError(f"{base}: the file could not be fetched from the hub ({said})") from error
     # from a folder that holds another form of a model too, transformers takes that one's tokenizer, whatever file is named
     beside = any(other.suffix in (".json", ".jinja", ".model", ".txt") for other in path.parent.iterdir())
-    return _link_in_temporary_folder(path.absolute()).name if beside else str(path.parent), {"gguf_file": path.name}
+    return _linked(path.absolute()).name if beside else str(path.parent), {"gguf_file": path.name}
 
 
 @cache  # and kept until the process ends
-def _link_in_temporary_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="loragate-gguf-")
-    (Path(folder.name) / path.name).symlink_to(path)
+def _linked(*paths: Path) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="loragate-base-")
+    for path in paths:
+        (Path(folder.name) / path.name).symlink_to(path)
     return folder
-
-
-@cache
-def _link_without_adapter(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    linked = tempfile.TemporaryDirectory(prefix="loragate-base-")
-    for path in folder.iterdir():
-        if not path.name.startswith("adapter_"):
-            (Path(linked.name) / path.name).symlink_to(path)
-    return linked
 
 
 @cache  # asked once of the hub

@@ -72,7 +72,7 @@ class GateTrainingArguments(SFTConfig):
         if self.objective not in GATE_OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
         for name in ("adam_beta1", "adam_beta2"):
-            validate(Decay, getattr(self, name), name)  # type: ignore[arg-type]
+            validate(Decay, getattr(self, name), name)
         support_size(self.k, 1 << 30)
         if self.max_steps == 0:  # of which transformers makes one
             raise ConfigError("max_steps must be at least 1, or -1 to train for num_train_epochs, found 0")

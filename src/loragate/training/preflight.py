@@ -128,7 +128,7 @@ def relaunch_if_requested(
         launch = Launch(strategy, processes, cpu=launch.cpu)
     # a GPU that is named is not looked at here: this process may only start the others
     device = (models.torch_device(loading) if loading.device == "auto" else loading.device).partition(":")[0]
-    known = {name: getattr(settings, name) for name in ("precision", "packing", "group_by_length")}
+    known: dict[str, Any] = {name: getattr(settings, name) for name in ("precision", "packing", "group_by_length")}
     known |= {"dora": getattr(settings, "dora", False), "reference": getattr(settings, "objective", "") == "eksft"}
     check_plan(Plan(launch=launch, device=device, quantization=loading.quantization, **known, **more))
     settings.accumulation(launch.processes)
