@@ -114,11 +114,7 @@ class AdapterFolder:
     findings: tuple[Finding, ...]
 
     def require_usable(self, purpose: Purpose = "load") -> None:
-        """Refuse the folder for a purpose ("load", "gate" or "serve").
-
-        Raises:
-            UnusableAdapterError: with the first finding that forbids it, and how many more there are.
-        """
+        """Refuse the folder for a purpose ("load", "gate" or "serve"): UnusableAdapterError with the first finding that does."""
         found = [one for one in self.findings if one.forbids(purpose)]
         if found:
             more = f" ({len(found) - 1} more faults: loragate doctor --quick lists them)" if len(found) > 1 else ""

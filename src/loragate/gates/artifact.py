@@ -241,11 +241,7 @@ _CHANGED = (
 def require_readable(folder: Path) -> None:
     """Read a written artifact back: the record, the gates, and the adapter beside them by its hash.
 
-    Args:
-        folder: the artifact; its record is removed where it is refused.
-
-    Raises:
-        ArtifactError: as a reader would raise it.
+    Its record is removed where it is refused, with the ArtifactError of a reader.
     """
     try:
         record = read_gate_config(folder)
@@ -259,15 +255,9 @@ def require_readable(folder: Path) -> None:
 
 
 def require_no_artifact(folder: Path, adapter_source: str | Path | None = None) -> None:
-    """Refuse a folder that no artifact can be written to without a loss.
+    """Refuse (ArtifactError) a folder that no artifact can be written to without a loss.
 
-    Args:
-        folder: of the artifact to come.
-        adapter_source: of the plain adapter; it may be the folder's own `adapter`.
-
-    Raises:
-        ArtifactError: for a folder with a gated adapter, a README.md that is no model card of this package, a plain adapter, or
-            an `adapter` folder that no artifact wrote.
+    `adapter_source` is the plain adapter's folder; it may be the folder's own `adapter`.
     """
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
@@ -363,8 +353,7 @@ def write_generation_config(folder: Path, temperature: float | None) -> dict[str
 def _resolve_entropy_k(model: nn.Module, k: int | None, evidence: dict[str, Any]) -> int | None:
     """The support of the entropy objective: what the training recorded, at most the vocabulary, else `k` as given.
 
-    Raises:
-        ConfigError: for a `k` that is no support or another one, and for evidence that cannot be recorded.
+    A ConfigError for a `k` that is no support or another one, and for evidence that cannot be recorded.
     """
     if unknown := [key for key in evidence if key not in EVIDENCE]:
         raise ConfigError(

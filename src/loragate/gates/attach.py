@@ -412,11 +412,7 @@ def is_gated(model: nn.Module, adapter_name: str) -> bool:
 
 
 def gate_modules(model: nn.Module, adapter_name: str | None = None) -> dict[str, SignedGate]:
-    """{module path: gate} of one adapter, in model order.
-
-    Raises:
-        GateError: if the adapter carries no gates, so that nothing silently acts on an ungated model.
-    """
+    """{module path: gate} of one adapter, in model order; a GateError without gates, so that nothing acts silently on none."""
     name = active_adapter(model, adapter_name)
     found = {path: layer.lora_gate[name] for path, layer in lora_layers(model, name) if _is_layer_gated(layer, name)}
     if not found:

@@ -96,10 +96,7 @@ class Recorder:
         """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out.
 
         A module whose tokens are laid out in another way, as an expert's routed tokens [tokens] are, records nothing under a mask
-        unless their number is that of the mask.
-
-        Raises:
-            GateError: for a mask that is not bool, or of another shape than the [batch, sequence] of the forward pass.
+        unless their number is that of the mask. A GateError for a mask that is not bool, or of another shape than the pass.
         """
         values = lam_T.reshape(-1)
         mask = None if self.owner is None else self.owner.token_mask
@@ -223,10 +220,7 @@ def constant_gate(
 ) -> Iterator[None]:
     """One λ for a whole adapter or a part of it inside the context: laid over its gates, or as a scale of the plain adapter.
 
-    `part` as of `gate_override`.
-
-    Raises:
-        GateError: as `gate_override`, or as `attach_gates` where gates could not be put on.
+    `part` as of `gate_override`, and errors too, or those of `attach_gates` where gates could not be put on.
     """
     name = active_adapter(peft_model, adapter_name)
     if is_gated(peft_model, name):
@@ -365,10 +359,8 @@ def zero_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -
 def as_base(model: Any) -> Iterator[None]:
     """The base itself inside the context: the adapter off, and what its file displaced of the base's own weights put back.
 
-    λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter.
-
-    Raises:
-        GateError: where `base_unavailable_reason` says so, or the displaced weights are spread over several devices.
+    λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter. A GateError
+    where `base_unavailable_reason` says so, or the displaced weights are spread over several devices.
     """
     if reason := base_unavailable_reason(model):
         raise GateError(f"the model without the adapter would not be its base. {reason}")

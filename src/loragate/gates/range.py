@@ -51,11 +51,7 @@ class Range:
 
     @classmethod
     def parse(cls, text: str) -> Range:
-        """A range as typed, "-3,1", or as printed, "[-3,1]".
-
-        Raises:
-            ConfigError: for anything else.
-        """
+        """A range as typed, "-3,1", or as printed, "[-3,1]"; a ConfigError for anything else."""
         try:
             lower, upper = (float(part) for part in text.strip("[]() ").split(","))  # two, or a ValueError
         except ValueError:

@@ -56,11 +56,7 @@ def layer_bands(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def modules_of_part(part: str, paths: Iterable[str]) -> list[str]:
-    """The module paths of a part: a band, a family, or a kind.
-
-    Raises:
-        GateError: where there is no such module among them.
-    """
+    """The module paths of a part: a band, a family, or a kind; a GateError where there is none."""
     paths = list(paths)
     if part in BANDS:
         found = layer_bands(paths).get(part, [])
@@ -79,11 +75,7 @@ def modules_of_part(part: str, paths: Iterable[str]) -> list[str]:
 
 
 def overrides_by_module(override: Override, paths: Iterable[str]) -> dict[str, Override]:
-    """{module path: what is laid over its λ}; outside of an override's part λ is 1, as of the plain adapter.
-
-    Raises:
-        GateError: as `modules_of_part`.
-    """
+    """{module path: what is laid over its λ}; outside of an override's part λ is 1, as of the plain adapter."""
     paths = list(paths)
     if override.part is None:
         return dict.fromkeys(paths, override)

@@ -53,11 +53,7 @@ class Reference:
         return int(self.states.shape[-1] if self.head is None else self.head.weight.shape[0])
 
     def log_probs(self, vocabulary: int) -> torch.Tensor:
-        """log r of all positions, [T, V] fp32: for the slow path over full logits.
-
-        Raises:
-            ConfigError: if the vocabularies differ.
-        """
+        """log r of all positions, [T, V] fp32: for the slow path over full logits. A ConfigError if the vocabularies differ."""
         require_same_vocabulary(self.vocabulary, vocabulary)
         return _log_softmax_of(self, slice(None), None if self.head is None else Projection(self.head))
 

@@ -178,11 +178,7 @@ def statistics_of_logits(
 
 
 def require_labels(labels_T: torch.Tensor, vocabulary: int) -> None:
-    """Refuse labels that are no index of the vocabulary; other losses ignore other numbers than ours, −100.
-
-    Raises:
-        ConfigError: naming the smallest and the largest label.
-    """
+    """Refuse (ConfigError) labels that are no index of the vocabulary; other losses ignore other numbers than ours, −100."""
     if labels_T.numel() == 0 or labels_T.is_meta or type(labels_T) is not torch.Tensor:
         return  # nothing to look at: tensors without data are how a plan counts
     low, high = (int(value) for value in labels_T.aminmax())

@@ -71,11 +71,7 @@ _NON_CAUSAL_SUFFIXES = (
 
 
 def torch_device(how: Loading) -> str:
-    """The device; "auto" is CUDA, then MPS, then the CPU. Each of several processes on a machine has its own GPU.
-
-    Raises:
-        ConfigError: for a device that is not usable here.
-    """
+    """The device; "auto" is CUDA, then MPS, then the CPU. Each of several processes on a machine has its own GPU."""
     if how.device != "auto":
         try:
             torch.empty(0, device=how.device)
@@ -112,9 +108,7 @@ def torch_dtype(how: Loading, autocast: bool = False) -> Any:
 def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
 
-    Raises:
-        ConfigError: where the package gguf is not installed, and for a folder or a repository that holds an adapter alone.
-        ArtifactError: for a GGUF file that cannot be fetched from the hub.
+    A ConfigError without the package gguf and for an adapter alone, an ArtifactError for a GGUF file that the hub does not give.
     """
     if not base.is_gguf:
         folder = Path(base.name)
@@ -252,10 +246,8 @@ def generation_config(base: ModelRef, trust: bool = False) -> Any:
 def base_weights(base: ModelRef, **arguments: Any) -> Any:
     """A causal LM with its weights; `arguments` are those of `AutoModelForCausalLM.from_pretrained`.
 
-    Raises:
-        ConfigError: for a GGUF file that is to be quantised anew.
-        ArtifactError: for a base that does not hold all weights of a causal language model.
-        LoragateError: for a weight file that was cut off, by its name.
+    An ArtifactError for a base that lacks weights of a causal language model, a LoragateError naming a weight file that was cut
+    off, or for a GGUF file that is to be quantised anew.
     """
     name, beside = _from_pretrained_arguments(base)
     arguments["output_loading_info"] = True
@@ -317,11 +309,7 @@ def _unreadable_weights(folder: Path) -> Path | None:
 
 
 def require_causal(config: Any, name: str) -> None:
-    """Refuse a base whose checkpoint is of an encoder or a classifier, which transformers would load as a causal model.
-
-    Raises:
-        ConfigError: naming its class.
-    """
+    """Refuse (ConfigError) a base whose checkpoint is of an encoder or a classifier, which transformers would load as causal."""
     kinds = [str(kind) for kind in getattr(config, "architectures", None) or ()]
     if kinds and all(kind.endswith(_NON_CAUSAL_SUFFIXES) for kind in kinds):
         raise ConfigError(
@@ -487,9 +475,7 @@ def open_weights(place: ModelSource, how: Loading, host_memory: bool = False) ->
 def load_adapter(base: Any, place: ModelSource) -> Any:
     """Adapter, gates and override of a place on a base in memory, as a frozen PeftModel in eval mode.
 
-    Raises:
-        LoragateError: for an adapter of another base.
-        ArtifactError: for an adapter that the base takes in part only, and as `loragate.load_gates`.
+    A LoragateError for an adapter of another base, an ArtifactError for one that the base takes in part only.
     """
     with explained("adapter", place.ref.name):
         model = load_peft(base, place.adapter)

@@ -111,11 +111,7 @@ def compare(expected: list[torch.Tensor], found: list[torch.Tensor], dtype: torc
 
 
 def require_agreement(found: OutputDifference, written: str, original: str) -> None:
-    """Refuse a written model that computes something else.
-
-    Raises:
-        LoragateError: with both figures.
-    """
+    """Refuse (LoragateError) a written model that computes something else."""
     if not found.mean_difference <= found.limit:
         raise LoragateError(
             f"{written} does not compute what {original} does: {found}. Nothing was kept; please report it with both "

@@ -84,12 +84,7 @@ class AdapterFormat:
 
 
 def write_gguf(adapter: Path, folder: Path, base: Any) -> None:
-    """llama.cpp's adapter in one file, in fp32.
-
-    Raises:
-        ConfigError: where the package gguf is not installed, or for a base of another family.
-        ArtifactError: for an adapter that the file cannot hold.
-    """
+    """llama.cpp's adapter in one file, in fp32; errors as of `write_mlx`, and a ConfigError without the package gguf."""
     gguf, family = _gguf(), require_known_family(base, "gguf")
     names = _gguf_names(gguf, family, base)
     factors, scale = _read_factors(adapter, names, "llama.cpp")
@@ -115,8 +110,7 @@ def write_gguf(adapter: Path, folder: Path, base: Any) -> None:
 def read_gguf(folder: Path, into: Path, base: Any) -> None:
     """The PEFT adapter that llama.cpp makes of the file: each module's scale is adapter.lora.alpha ÷ its rank.
 
-    Raises:
-        ArtifactError: for a file that llama.cpp would not take, naming key or tensor.
+    An ArtifactError for a file that llama.cpp would not take, naming key or tensor.
     """
     gguf, family, path = _gguf(), require_known_family(base, "gguf"), folder / GGUF_FILE
     try:
@@ -146,9 +140,7 @@ def read_gguf(folder: Path, into: Path, base: Any) -> None:
 def write_mlx(adapter: Path, folder: Path, base: Any) -> None:
     """mlx-lm's adapter: adapters.safetensors, and adapter_config.json with rank, scale and the layers that it adapts.
 
-    Raises:
-        ConfigError: for a base of another family.
-        ArtifactError: for an adapter that the files cannot hold.
+    A ConfigError for a base of another family, an ArtifactError for an adapter that the files cannot hold.
     """
     require_known_family(base, "mlx")
     names = {path: path for path in linear_sizes(base) if path.startswith("model.layers.")}
@@ -165,8 +157,7 @@ def write_mlx(adapter: Path, folder: Path, base: Any) -> None:
 def read_mlx(folder: Path, into: Path, base: Any) -> None:
     """The PEFT adapter that mlx-lm makes of the folder: factors of the modules named by `keys`, times `scale`.
 
-    Raises:
-        ArtifactError: for files that mlx-lm would not take, or of which it would leave something out, naming key or tensor.
+    An ArtifactError for files that mlx-lm would not take, or of which it would leave something out.
     """
     path, sizes = folder / MLX_WEIGHTS, linear_sizes(base)
     try:

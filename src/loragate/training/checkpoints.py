@@ -110,12 +110,7 @@ class TrainingFolder:
 
 @contextmanager
 def training_folder(path: str | Path | None, resume: bool, overwrite: bool = False) -> Iterator[TrainingFolder]:
-    """The folder of a training, held against other processes; a temporary one for None.
-
-    Raises:
-        ConfigError: for resume or overwrite without a folder, or both at once.
-        LoragateError: where another run writes to the folder.
-    """
+    """The folder of a training, held against other processes (LoragateError where one writes to it); a temporary one for None."""
     if resume and overwrite:
         raise ConfigError("resume goes on with the run in the folder and overwrite removes it; leave one of them out")
     if path is None:
@@ -185,8 +180,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint_fault(checkpoint: Path) -> str:
     """What is wrong with a checkpoint, in words: `UNFINISHED`, or which file differs; empty where it is whole.
 
-    Raises:
-        OSError: if a file is there and cannot be read. Such a checkpoint may be whole, and a torn one is removed.
+    An OSError where a file is there and cannot be read: such a checkpoint may be whole, and a torn one is removed.
     """
     try:
         written = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))

@@ -98,11 +98,7 @@ class FineTuningResult(TrainingOutcome):
 
 
 def resolve_settings_from_adapter(settings: FineTuningSettings, record: Any) -> FineTuningSettings:
-    """The settings with rank, α, dropout, variant and modules of the adapter that is continued.
-
-    Raises:
-        ConfigError: for a setting that says otherwise.
-    """
+    """The settings with those of the adapter that is continued, `SETTING_TO_PEFT_FIELD`; a ConfigError for one that differs."""
     usual = FineTuningSettings()
     # a setting that has its usual value was not asked for, and gives way to the adapter's
     own: dict[str, Any] = {name: getattr(record, key) for name, key in SETTING_TO_PEFT_FIELD.items()}
@@ -155,11 +151,7 @@ def names_of_linear_layers(base_model: Any) -> list[str]:
 
 
 def require_modules(base_model: Any, targets: list[str]) -> None:
-    """Refuse names of modules of which the base has none: PEFT passes over them as long as another name fits.
-
-    Raises:
-        ConfigError: naming them all, and the linear layers that were probably meant.
-    """
+    """Refuse (ConfigError) names of modules that the base lacks: PEFT passes over them as long as another name fits."""
     paths = [path for path, _ in base_model.named_modules()]
     unknown = [name for name in targets if not any(path == name or path.endswith("." + name) for path in paths)]
     if unknown:

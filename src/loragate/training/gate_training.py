@@ -511,14 +511,10 @@ def check_start(config: GateConfig) -> None:
 
 
 def check_parity(parity: Parity, dtype: torch.dtype) -> None:
-    """Refuse to train gates that do not start at the adapter.
+    """Refuse (GateError, TrainingError) to train gates that do not start at the adapter.
 
     The initial gates may move logits by 1e-3 plus 1 % of the adapter's own effect. In half precision, λ may be 0.01 away from
     1: layers carry the rounding of any difference on, and λ − 1 = 6e-5 moves logits of 45 by 1.4 in thirty of them.
-
-    Raises:
-        GateError: as in `Parity.require_acting`.
-        TrainingError: with the measured figures.
     """
     parity.require_acting(parity.rounding(dtype))
     # `initial` is the largest difference of a logit, `delta` the same between adapter and base

@@ -89,10 +89,7 @@ def train_in_fp32(model: Any) -> None:
     """Trainable parameters of half precision become fp32: an optimiser's small steps are lost in bf16.
 
     PEFT does so with factors. Norms, heads and embeddings that an adapter saves whole have the base's precision; they then
-    compute in fp32, between casts of what they read and give.
-
-    Raises:
-        ConfigError: for a module that multiplies by a frozen weight too, such as one with a trained bias.
+    compute in fp32, between casts of what they read and give. A ConfigError for a module that multiplies by a frozen weight too.
     """
     trained = {id(p): p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
     holders = []

@@ -26,14 +26,9 @@ from loragate.validate import comma_list
 
 
 def require_free_out(folder: Path, resume: bool, overwrite: bool = False, start: str = "") -> None:
-    """Refuse an output folder that holds anything but an unfinished run of ours, unless an earlier run is to be overwritten.
+    """Refuse (ConfigError) an output folder that holds anything but an unfinished run of ours, or a run that is to be overwritten.
 
-    Args:
-        folder, resume, overwrite: of the command.
-        start: the adapter that is trained on, which must not lie where the new one is written; empty for none.
-
-    Raises:
-        ConfigError: naming the folder, what is in it, and what to do.
+    `start` is the adapter that is trained on, which must not lie where the new one is written; empty for none.
     """
     if start and Path(start).exists() and (own := Path(start).resolve()).is_relative_to(folder.resolve()):
         where = "is" if own == folder.resolve() else "holds"
@@ -67,11 +62,7 @@ def require_reporters(names: str) -> None:
 
 
 def check_loading(how: Loading, engine: str = "") -> None:
-    """Refuse a loading that is impossible here.
-
-    Raises:
-        ConfigError: naming the flag, and what to change.
-    """
+    """Refuse (ConfigError) a loading that is impossible here."""
     if how.quantization != "none" and engine == "vllm":
         raise ConfigError(
             f"--quantization {how.quantization} has no effect with vLLM, which loads the base itself; leave it out, or use "
@@ -88,11 +79,8 @@ def relaunch_if_requested(
 ) -> int | None:
     """What a training command does first; `more` are further fields of the `Plan`, such as sampling=True.
 
-    Returns:
-        None to go on in this process; otherwise the run is over, with this exit status.
-
-    Raises:
-        ConfigError: for a combination that cannot work, or a strategy that is not the launcher's.
+    None to go on in this process; otherwise the run is over, with this exit status. A ConfigError for a combination that cannot
+    work, or a strategy that is not the launcher's.
     """
     if loading.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -144,11 +132,8 @@ def wait_for_child(process: subprocess.Popen[Any]) -> int:
     """The exit status of a child that leads a run; returns when it has ended, whatever signal arrives meanwhile.
 
     The terminal tells the child of Ctrl-C too, and it takes its time to write a checkpoint and to end its own children; a
-    second Ctrl-C asks it to end in any case. The signal of `kill` and of service managers reaches this process alone, so it is
-    passed on.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C, once the child has ended.
+    second Ctrl-C asks it to end in any case, and KeyboardInterrupt is raised once it has. The signal of `kill` and of service
+    managers reaches this process alone, so it is passed on.
     """
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate()) if main else None

@@ -69,13 +69,9 @@ def training_rows(
 
 
 def require_mask_column(objective: Objective, encoded: EncodedRows, source: str) -> None:
-    """Refuse rows without the column that the objective reads, and rows longer than what `loragate mask` scored.
+    """Refuse (ConfigError) rows without the column that the objective reads, and rows longer than what `loragate mask` scored.
 
-    Args:
-        source: what the rows are called in the message; of a file that `loragate mask` wrote, its path.
-
-    Raises:
-        ConfigError: naming the data and the ways to a keep_mask, or the length to which it was made.
+    `source` is what the rows are called in the message; of a file that `loragate mask` wrote, its path.
     """
     if "keep_mask" not in objective.requires:
         return
@@ -95,11 +91,7 @@ def require_mask_column(objective: Objective, encoded: EncodedRows, source: str)
 
 
 def check_encoded_matches_rows(encoded: EncodedRows | None, rows: Rows) -> None:
-    """Refuse tokenised rows that are not of `rows`; None is for the stage to tokenise.
-
-    Raises:
-        DataError: for more encoded rows than rows, or an index beyond them.
-    """
+    """Refuse (DataError) tokenised rows that are not of `rows`; None is for the stage to tokenise."""
     if encoded is None:
         return
     last = max(encoded.arrays["rows"], default=-1)
@@ -111,15 +103,7 @@ def check_encoded_matches_rows(encoded: EncodedRows | None, rows: Rows) -> None:
 
 
 def check_fits_model(model: Any, encoded: EncodedRows, where: Callable[[int], str]) -> None:
-    """Refuse rows that are longer than the model has positions, or that hold tokens which it does not have.
-
-    Args:
-        where: from a row's index to the words that name it.
-
-    Raises:
-        SetupError: naming the longest row.
-        DataError: naming the row with the largest token id.
-    """
+    """Refuse rows longer than the model's positions (SetupError) or with tokens that it lacks (DataError); `where` names a row."""
     positions: int | None = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
     # [rows], [tokens of all rows, end to end] and [rows]: tokens of each row, their ids, and the row's index in the data
     lengths, ids, places = (encoded.arrays[name] for name in ("lengths", "ids", "rows"))
@@ -294,10 +278,7 @@ def check_packing_isolation(model: Any, device: torch.device) -> None:
     """Two short sequences must give the same logits packed and alone, or packing would let one read the other.
 
     Flash attention reads the boundaries from `position_ids`; with SDPA, eager and flex attention transformers builds a
-    block mask from them. A model that does neither (recurrent layers, its own attention code) is refused.
-
-    Raises:
-        ConfigError: naming the attention implementation.
+    block mask from them. A model that does neither (recurrent layers, its own attention code) is refused (ConfigError).
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     lengths = (5, 7)

@@ -130,11 +130,7 @@ class TrainSettings:
         return {name: value for name, value in asdict(self).items() if name not in _UNRECORDED}
 
     def accumulation(self, processes: int) -> int:
-        """Forward passes per optimiser step on each process.
-
-        Raises:
-            ConfigError: if the batch cannot be split evenly.
-        """
+        """Forward passes per optimiser step on each process; a ConfigError where the batch cannot be split evenly."""
         per_device = self._micro_batch_size(processes)
         per_pass = per_device * processes
         if self.batch_size % per_pass:

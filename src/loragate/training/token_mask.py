@@ -201,11 +201,7 @@ def response_log_probs(
     *,
     per_device_train_batch_size: int = 8,
 ) -> Iterator[Scores]:
-    """log p of every response token, window by window and in the order of the rows, each row [tokens] fp32.
-
-    Raises:
-        DataError: if a log-probability is not finite.
-    """
+    """log p of every response token, window by window in the order of the rows, each row [tokens] fp32; a DataError for NaN."""
     device, collate = next(model.parameters()).device, Collator(pad_token_id)
     request = StatisticsRequest(2, ("log_prob",), ())
     step = WINDOW * per_device_train_batch_size
@@ -234,9 +230,6 @@ def keep_masks(influence: Scores, keep: float, scope: str = "global") -> list[np
     """1 for the tokens of the largest influence, 0 for the others, per row like `influence`.
 
     "global" ranks all tokens together, "row" those of each row. Among equal influences the earlier token is kept.
-
-    Raises:
-        ConfigError: for a share outside (0, 1] or an unknown scope.
     """
     require_share(keep, scope)
     if scope == "row":
@@ -255,11 +248,7 @@ def require_share(keep: float, scope: str) -> None:
 
 
 def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None:
-    """Refuse two tokenizers that cut text differently: a difference of losses then compares different tokens.
-
-    Raises:
-        ConfigError: naming a token, or a text, on which they differ.
-    """
+    """Refuse (ConfigError) two tokenizers that cut text differently: a difference of losses then compares different tokens."""
     one, other = base.get_vocab(), reference.get_vocab()
     if one != other:
         token = min((t for t in {*one, *other} if one.get(t) != other.get(t)), key=str)
@@ -277,11 +266,7 @@ def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None
 
 
 def require_same_template(base: Any, reference: Any, name: str) -> None:
-    """Refuse a reference whose tokenizer has another chat template: it would be scored on texts that it has never learned.
-
-    Raises:
-        ConfigError: naming the reference; one template for both, of --chat-template, never differs.
-    """
+    """Refuse (ConfigError) a reference with another chat template: it would be scored on texts that it has never learned."""
     own, other = template_hash(base), template_hash(reference)
     if own != other:
         lacking = next(

@@ -132,9 +132,7 @@ class StatisticsTrainer(SFTTrainer):
     ) -> None:
         """Rows are in training order; `adapter_name` is that whose gates train (Stage II), None where an adapter itself trains.
 
-        Raises:
-            ConfigError: for what cannot work together.
-            TrainingError: for an adapter on the output head.
+        A ConfigError for what cannot work together, a SetupError for an adapter on the output head.
         """
         causal = causal_model(model)
         if isinstance(causal.get_output_embeddings(), BaseTunerLayer):
@@ -291,12 +289,8 @@ class StatisticsTrainer(SFTTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """As in transformers. A run that is resumed at its last step gives its result and takes no step more.
 
-        Args:
-            resume_from_checkpoint: a checkpoint, or True for the last one that was written to its end in `args.output_dir`.
-            kwargs: further arguments of transformers' `train`.
-
-        Raises:
-            TrainingError: for a loss or gradient that is not finite, and for a checkpoint of another run.
+        `resume_from_checkpoint` may be True for the last one that was written to its end in `args.output_dir`. A TrainingError for
+        a loss or gradient that is not finite, and for a checkpoint of another run.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_checkpoint(Path(self.args.output_dir)) or "")
