@@ -92,26 +92,15 @@ class UnusableAdapterError(ArtifactError):
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The files of an adapter, as far as they can be read.
-
-    Attributes:
-        path: the folder.
-        config: adapter_config.json; empty where it cannot be read.
-        files: names of the files directly in the folder.
-        weights: the file that holds the tensors; None where there is none.
-        tensors: {key as in the file: (dtype, shape)}; empty where they cannot be read.
-        non_lora_changes: what the adapter changes beside LoRA's factors, each in words; where it is not empty, λ = 0 is not the
-            base.
-        findings: errors first.
-    """
+    """The files of an adapter, as far as they can be read."""
 
     path: Path
-    config: dict[str, Any]
-    files: tuple[str, ...]
-    weights: Path | None
-    tensors: TensorSpecs
-    non_lora_changes: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    config: dict[str, Any]  # adapter_config.json; empty where it cannot be read
+    files: tuple[str, ...]  # names of those directly in the folder
+    weights: Path | None  # the file that holds the tensors
+    tensors: TensorSpecs  # empty where they cannot be read
+    non_lora_changes: tuple[str, ...]  # beside LoRA's factors, in words; where it is not empty, λ = 0 is not the base
+    findings: tuple[Finding, ...]  # errors first
 
     def require_usable(self, purpose: Purpose = "load") -> None:
         """Refuse the folder for a purpose ("load", "gate" or "serve"): UnusableAdapterError with the first finding that does."""

@@ -71,21 +71,13 @@ _OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(?:\.|$)")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about an adapter's folder that its user should know.
+    """One thing about an adapter's folder that its user should know."""
 
-    Attributes:
-        code: kind of finding, such as "weights-absent"; stable, for programs.
-        severity: "error" forbids every use, a "warning" some, a "note" none.
-        message: what was found, with file and key.
-        remedy: what to do; empty where there is nothing to do.
-        evidence: the figures and names behind it, JSON-able.
-    """
-
-    code: str
-    severity: Severity
-    message: str
-    remedy: str = ""
-    evidence: dict[str, Any] = field(default_factory=dict)
+    code: str  # kind of finding, such as "weights-absent"; stable, for programs
+    severity: Severity  # "error" forbids every use, a "warning" some, a "note" none
+    message: str  # what was found, with file and key
+    remedy: str = ""  # what to do; empty where there is nothing to do
+    evidence: dict[str, Any] = field(default_factory=dict)  # the figures and names behind it, JSON-able
 
     def forbids(self, purpose: Purpose) -> bool:
         """Whether the adapter cannot be used so: "load" (run it), "gate" (train gates on it) or "serve" (in vLLM)."""

@@ -399,18 +399,8 @@ def write_adapter(
 
     PEFT writes what it knows to be the adapter's. Embeddings, head, norms and biases that lie in the base's own tensors, because
     they were trained or saved along, are written too: those that differ from the files of the base, where these are at hand.
-    All tensors are read back.
-
-    Args:
-        model: with the adapter.
-        adapter_name: of the adapter.
-        folder: target; files of the same names are replaced.
-        source: the adapter's own folder, whose files are copied.
-        base: folder or hub id of the base that a reader will load; the adapter's own record where it is not given.
-        revision: of a hub id.
-
-    Raises:
-        ArtifactError: where the written folder does not hold the tensors that were to be written.
+    All tensors are read back (ArtifactError where the folder does not hold them). `base` is the folder or hub id that a reader
+    will load, at `revision`; without it the adapter's own record.
     """
     state = _adapter_state(model, adapter_name)
     stored = {} if source is None else _load_if_same_adapter(Path(source), model, adapter_name, state)

@@ -25,12 +25,7 @@ _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+|\s+")
 
 
 def render_card(name: str, record: dict[str, Any]) -> str:
-    """README.md of an artifact.
-
-    Args:
-        name: title, mostly the folder's name.
-        record: gate_config.json as a dictionary, checked by the strict reader or about to be written.
-    """
+    """README.md of an artifact with a title, from its gate_config.json: checked by the strict reader, or about to be written."""
     base = str(record["base"]["id"])
     front = ModelCardData(
         library_name=LIBRARY.split()[-1],

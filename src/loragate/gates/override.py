@@ -29,17 +29,13 @@ LARGEST = torch.finfo(torch.float32).max
 class Override:
     """λ clipped to [minimum, maximum], or replaced by `constant`: everywhere, or in `part` alone and by 1 elsewhere.
 
-    Attributes:
-        part: one of `BANDS` or `FAMILIES`, or a kind of module such as "q_proj"; None for all modules.
-
-    Raises:
-        GateError: for a contradiction, or a number that is not finite.
+    A GateError for a contradiction, or a number that is not finite.
     """
 
     minimum: float | None = None
     maximum: float | None = None
     constant: float | None = None
-    part: str | None = None
+    part: str | None = None  # of `BANDS` or `FAMILIES`, or a kind of module such as "q_proj"
 
     def __post_init__(self) -> None:
         given = [value for value in (self.minimum, self.maximum, self.constant) if value is not None]

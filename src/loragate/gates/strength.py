@@ -109,14 +109,8 @@ def scale_adapter(
     """Each LoRA layer's delta times a constant inside the context; contexts multiply when they nest.
 
     With 0 a layer is the base's own, of every kind of LoRA. Otherwise a DoRA layer (see `scales_exactly`) keeps its trained
-    magnitudes, so that what is scaled is the part of its delta that turns the weights.
-
-    Args:
-        peft_model: with LoRA layers, gated or plain.
-        strengths: one for all layers, or {module path: constant}; a module that is not named keeps its strength.
-
-    Raises:
-        GateError: for a path that is no LoRA layer of the adapter.
+    magnitudes, so that what is scaled is the part of its delta that turns the weights. `strengths` are one for all layers, or
+    {module path: constant}: others keep their strength, and a path that is no LoRA layer of the adapter is refused (GateError).
     """
     name = active_adapter(peft_model, adapter_name)
     layers = list(lora_layers(peft_model, name))

@@ -331,14 +331,9 @@ def refuse_gguf(base: ModelRef, what: str) -> None:
 def open_base(base: ModelRef, how: Loading, host_memory: bool = False, autocast: bool = False) -> Any:
     """A causal LM on its device, in eval mode, its errors those of transformers; in 8 or 4 bits where that is asked for.
 
-    Quantised weights are put on their device while they are loaded and are not moved afterwards.
-
-    Args:
-        host_memory: load the base into host memory instead of the device, from where its shards go to the devices.
-        autocast: whether a training in 16 bits follows.
-
-    Raises:
-        ConfigError: if a quantisation is asked for and the checkpoint is quantised already.
+    Quantised weights are put on their device while they are loaded and are not moved afterwards; a ConfigError where a
+    checkpoint is quantised already. `host_memory` loads the base there, from where its shards go to the devices; `autocast` says
+    that a training in 16 bits follows.
     """
     arguments: dict[str, Any] = {"dtype": torch_dtype(how, autocast), "trust_remote_code": how.trust_remote_code}
     device = "cpu" if host_memory else torch_device(how)

@@ -59,12 +59,7 @@ def is_base_available_offline(base: ModelRef) -> bool:
 
 
 def make_probe_prompts(config: Any, adapter_config: Mapping[str, Any]) -> list[list[int]]:
-    """Token ids, the same on every machine: random ones, and those that the adapter trained or that begin and end texts.
-
-    Args:
-        config: of the base, from transformers.
-        adapter_config: adapter_config.json.
-    """
+    """Token ids, the same on every machine: random ones, and those that the adapter trained or that begin and end texts."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or PROMPT_TOKENS
     draw, length = random.Random(SEED), min(PROMPT_TOKENS, positions)

@@ -40,15 +40,10 @@ Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Family:
-    """A dense family whose linear layers llama.cpp and MLX keep one to one.
+    """A dense family whose linear layers llama.cpp and MLX keep one to one."""
 
-    Attributes:
-        gguf: llama.cpp's name of the architecture.
-        reordered: whether llama.cpp has the rows of q and k in another order, that of its rotary embedding.
-    """
-
-    gguf: str
-    reordered: bool = False
+    gguf: str  # llama.cpp's name of the architecture
+    reordered: bool = False  # whether llama.cpp has the rows of q and k in another order, that of its rotary embedding
 
 
 FAMILIES = {
@@ -68,19 +63,14 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """Another runtime's files.
+    """Another runtime's files."""
 
-    Attributes:
-        title: as in sentences.
-        write: called with (folder of a plain adapter of one scale, folder to write to, configuration of the base).
-        read: called with (folder that was written, folder for the PEFT adapter, configuration of the base).
-        usage: how the written folder is used, with {folder}.
-    """
-
-    title: str
-    write: Callable[[Path, Path, Any], None]
-    read: Callable[[Path, Path, Any], None]
-    usage: str
+    title: str  # as in sentences
+    write: Callable[
+        [Path, Path, Any], None
+    ]  # (a plain adapter of one scale, folder to write to, the base's configuration)
+    read: Callable[[Path, Path, Any], None]  # (folder that was written, folder for the PEFT adapter, the configuration)
+    usage: str  # how the written folder is used, with {folder}
 
 
 def write_gguf(adapter: Path, folder: Path, base: Any) -> None:

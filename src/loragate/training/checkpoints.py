@@ -37,16 +37,10 @@ UNFINISHED = "it was not written to its end"
 
 @dataclass(frozen=True)
 class TrainingFolder:
-    """Where a training writes.
+    """Where a training writes; `resume` goes on with the run that is there, `overwrite` removes it and begins anew."""
 
-    Attributes:
-        path: of the run folder, or of a temporary one.
-        is_persistent: whether it outlives the training; without it there is no record, no log and nothing to go on from.
-        resume, overwrite: go on with the run that is there, or remove it and begin anew.
-    """
-
-    path: Path
-    is_persistent: bool = False
+    path: Path  # of the run folder, or of a temporary one
+    is_persistent: bool = False  # whether it outlives the training; else there is no record, no log, no checkpoint
     resume: bool = False
     overwrite: bool = False
 
@@ -59,12 +53,8 @@ class TrainingFolder:
     def begin(self, identity: Mapping[str, Any], hints: Mapping[str, str] | None = None) -> Path | None:
         """Write run.json, or on resume compare it with `identity`, but for the rows of a pass, on which only rounding depends.
 
-        Returns:
-            The checkpoint to go on from; None to begin.
-
-        Raises:
-            SetupError: if the folder holds a run that is neither to be resumed nor overwritten, another run, or damaged
-                checkpoints alone.
+        The checkpoint to go on from; None to begin. A SetupError for a run that is neither to be resumed nor overwritten, another
+        run, or damaged checkpoints alone.
         """
         if not self.is_persistent:
             return None

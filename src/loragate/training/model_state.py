@@ -25,11 +25,9 @@ _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 
 
 def require_causal_model(model: Any, what: str, otherwise: str) -> None:
-    """Raises SetupError for a model that predicts no next token from logits [batch, sequence, vocabulary].
+    """Refuse (SetupError) a model that predicts no next token from logits [batch, sequence, vocabulary].
 
-    Args:
-        what: what would be trained, in the plural.
-        otherwise: a sentence that says how it can be trained.
+    `what` would be trained, in the plural; `otherwise` is a sentence that says how it can be.
     """
     base = causal_model(model)
     encoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)

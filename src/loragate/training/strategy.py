@@ -22,23 +22,14 @@ STRATEGY_ENV_VAR = "LORAGATE_STRATEGY"
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run was launched.
+    """How a run was launched."""
 
-    Attributes:
-        strategy: "single", "ddp" or "fsdp2"; "fsdp1" and "deepspeed" are recognised to be refused.
-        processes: processes of all machines together.
-        rank: this process among them.
-        local_rank: this process on its machine.
-        cpu: the launcher was told to stay on the CPU.
-        offload: the launch configuration asks FSDP to keep its shards in host memory.
-    """
-
-    strategy: str = "single"
-    processes: int = 1
-    rank: int = 0
-    local_rank: int = 0
-    cpu: bool = False
-    offload: bool = False
+    strategy: str = "single"  # or "ddp" or "fsdp2"; "fsdp1" and "deepspeed" are recognised to be refused
+    processes: int = 1  # of all machines together
+    rank: int = 0  # this process among them
+    local_rank: int = 0  # this process on its machine
+    cpu: bool = False  # the launcher was told to stay on the CPU
+    offload: bool = False  # the launch configuration asks FSDP to keep its shards in host memory
 
     @property
     def is_sharded(self) -> bool:
@@ -93,27 +84,17 @@ def launch_file(strategy: str) -> Path:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before it begins; what is not known is left at its default, and no rule then speaks of it.
-
-    Attributes:
-        launch: how the processes were started.
-        device: "cuda", "cpu" or "mps".
-        quantization: "none", "8bit" or "4bit".
-        precision, packing, group_by_length: as in the settings.
-        dora: a DoRA adapter is trained.
-        reference: the objective has a KL to a frozen reference.
-        sampling: the run samples answers, to choose a range.
-    """
+    """A run before it begins; what is not known is left at its default, and no rule then speaks of it."""
 
     launch: Launch = field(default_factory=Launch)
-    device: str = ""
-    quantization: str = "none"
+    device: str = ""  # "cuda", "cpu" or "mps"
+    quantization: str = "none"  # or "8bit" or "4bit"
     precision: str = "fp32"
     packing: bool = False
     group_by_length: bool = False
     dora: bool = False
-    reference: bool = False
-    sampling: bool = False
+    reference: bool = False  # the objective has a KL to a frozen reference
+    sampling: bool = False  # the run samples answers, to choose a range
 
 
 # by name: whether a plan is forbidden, and what to change, with fields of the plan `p` in braces
