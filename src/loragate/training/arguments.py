@@ -13,7 +13,6 @@ from trl import SFTConfig
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.training.checkpoints import TrainingFolder
-from loragate.training.model_state import checkpointing_argument
 from loragate.training.settings import GATE_OBJECTIVES, Decay, TrainSettings
 from loragate.training.strategy import detect_launch, process_state
 from loragate.validate import validate
@@ -140,6 +139,8 @@ def build_trainer_arguments(
     steps = settings.steps(rows)
     if detect_launch().strategy == "fsdp2":
         process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
+    newer = any(one.name == "activation_checkpointing" for one in fields(kind))  # whose old name would be warned of
+    more["activation_checkpointing" if newer else "gradient_checkpointing"] = settings.gradient_checkpointing
     arguments = kind(
         output_dir=str(folder.path),
         per_device_train_batch_size=settings.per_device_train_batch_size,
@@ -156,7 +157,6 @@ def build_trainer_arguments(
         data_seed=settings.seed,
         packing=settings.packing,
         train_sampling_strategy="group_by_length" if settings.group_by_length else "sequential",
-        **checkpointing_argument(SFTConfig, settings.gradient_checkpointing),
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",
         tf32=None,

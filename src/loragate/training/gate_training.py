@@ -284,7 +284,7 @@ class GateTrainer(StatisticsTrainer):
             eval_dataset = dict(eval_dataset)
         elif eval_dataset is not None and not isinstance(eval_dataset, str):
             encoded = self._encoded_evaluation(eval_dataset, self.original_model, self.objective)
-            eval_dataset = self.evaluation_rows(encoded)
+            eval_dataset = self.evaluation_rows(encoded, self.args)
         found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 

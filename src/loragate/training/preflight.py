@@ -100,10 +100,8 @@ def relaunch_if_requested(
                 f"--processes {launch_settings.processes}, but the launcher started {launch.processes}: leave --processes out"
             )
     elif launch_settings.strategy != "auto" or launch_settings.processes > 1:
-        strategy, processes = (
-            "ddp" if launch_settings.strategy == "auto" else launch_settings.strategy,
-            launch_settings.processes,
-        )
+        strategy = "ddp" if launch_settings.strategy == "auto" else launch_settings.strategy
+        processes = launch_settings.processes
         if not processes:  # one for each GPU of this machine
             import torch
 
@@ -117,8 +115,9 @@ def relaunch_if_requested(
     # a GPU that is named is not looked at here: this process may only start the others
     device = (models.torch_device(loading) if loading.device == "auto" else loading.device).partition(":")[0]
     known: dict[str, Any] = {name: getattr(settings, name) for name in ("precision", "packing", "group_by_length")}
-    known |= {"dora": getattr(settings, "dora", False), "reference": getattr(settings, "objective", "") == "eksft"}
-    check_plan(Plan(launch=launch, device=device, quantization=loading.quantization, **known, **more))
+    known["dora"], known["reference"] = getattr(settings, "dora", False), getattr(settings, "objective", "") == "eksft"
+    known |= more
+    check_plan(Plan(launch=launch, device=device, quantization=loading.quantization, **known))
     settings.accumulation(launch.processes)
     if launched or launch.processes < 2:
         return None
