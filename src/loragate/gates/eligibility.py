@@ -90,11 +90,6 @@ def changed_base_of(model: nn.Module, adapter_name: str) -> str:
     return ""
 
 
-def has_trained_biases(model: nn.Module, adapter_name: str) -> bool:
-    """Whether the adapter trained the base's biases along, which stay when it is switched off (a limit of PEFT)."""
-    return any(getattr(config, "bias", "none") != "none" for config in adapter_configs(model, adapter_name))
-
-
 def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]]:
     """(module path in the base model's own names, LoRA layer) of every layer that holds `adapter_name`."""
     for name, module in model.named_modules():

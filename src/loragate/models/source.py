@@ -48,18 +48,8 @@ _FILES: dict[str, tuple[str, ...]] = {
     CONFIG: (CONFIG, GATES, SAMPLING, CARD, f"{ADAPTER}/*"),
     # tokenizers and templates have many files, of which tokenization_*.py is kept as data alone
     ADAPTER_CONFIG: (
-        *(
-            "adapter_*",
-            SAMPLING,
-            CARD,
-            "*token*.json",
-            "tokeniz*",
-            "*.tiktoken",
-            "tekken.json",
-            "vocab.*",
-            "merges.txt",
-        ),
-        *("*.model", "*.jinja", "additional_chat_templates/*"),
+        *("adapter_*", SAMPLING, CARD, "*token*.json", "tokeniz*", "*.tiktoken", "tekken.json", "vocab.*"),
+        *("merges.txt", "*.model", "*.jinja", "additional_chat_templates/*"),
     ),
 }
 

@@ -64,9 +64,8 @@ class GateTrainingArguments(SFTConfig):
 
     def __post_init__(self) -> None:
         # transformers takes every metric whose name does not end in "loss" for one to be large
-        if getattr(self, "greater_is_better", None) is None and str(self.metric_for_best_model).endswith(
-            _SMALLER_IS_BETTER
-        ):
+        metric = str(self.metric_for_best_model)
+        if self.greater_is_better is None and metric.endswith(_SMALLER_IS_BETTER):
             self.greater_is_better = False
         if self.objective not in GATE_OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")

@@ -25,12 +25,8 @@ from loragate.training.strategy import detect_launch, process_state
 
 logger = logging.getLogger("loragate")
 
-TRAINER_STATE_FILE, METRICS_FILE, TRAINED_WEIGHTS_FILE, CHECKSUMS = (
-    "trainer_state.json",
-    "metrics.jsonl",
-    "trained.safetensors",
-    "checksums.json",
-)
+TRAINER_STATE_FILE, METRICS_FILE = "trainer_state.json", "metrics.jsonl"
+TRAINED_WEIGHTS_FILE, CHECKSUMS = "trained.safetensors", "checksums.json"
 PASS_ROWS = "per_device_train_batch_size"
 UNFINISHED = "it was not written to its end"
 

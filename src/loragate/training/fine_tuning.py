@@ -211,15 +211,9 @@ def train_adapter(
     settings = settings or FineTuningSettings()
     if objective is not None:
         check_custom_objective(objective, settings)
-    existing_lora_layer = next(
-        (name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), None
-    )
-    if existing_lora_layer is not None or isinstance(base_model, PeftModel):
-        found = (
-            f"{existing_lora_layer} is an adapter's layer"
-            if existing_lora_layer is not None
-            else f"this is a {type(base_model).__name__}"
-        )
+    adapted = next((name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), "")
+    if adapted or isinstance(base_model, PeftModel):
+        found = f"{adapted} is an adapter's layer" if adapted else f"this is a {type(base_model).__name__}"
         raise ConfigError(
             f"the base already carries an adapter ({found}), which a second one would share and overwrite: load a fresh base, or "
             "take the adapter off with base = model.unload(). To train a finished adapter on, name its folder in "
