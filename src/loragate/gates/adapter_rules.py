@@ -7,17 +7,17 @@ language model, did its making change the base, do ranks and scale fit, is a par
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
-from loragate.errors import ArtifactError
+from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling, without_adapter_name
+from loragate.validate import PositiveInt, UnitInterval, validate
 
 Severity = Literal["error", "warning", "note"]
 Purpose = Literal["load", "gate", "serve"]
@@ -136,65 +136,54 @@ def base_change_reason(init_lora_weights: Any) -> str:
     )
 
 
+# what the keys that a loader relies on may hold
+_TEXT, _NAMES = (str | None, "a text"), (list[str] | None, "a list of names")
+_CONFIG_KEYS: dict[str, tuple[Any, str]] = {
+    "r": (PositiveInt, "a whole number above 0"),
+    "lora_alpha": (float, "a number"),
+    "rank_pattern": (dict[str, int] | None, "whole numbers by patterns of module names"),
+    "alpha_pattern": (dict[str, float] | None, "numbers by patterns of module names"),
+    "lora_dropout": (UnitInterval | None, "between 0 and 1"),
+    "target_modules": (list[str] | str | None, "a list of module names or one pattern"),
+    "modules_to_save": _NAMES,
+    "target_parameters": _NAMES,
+    "layers_to_transform": (list[int] | int | None, "a layer's number, a list of them, or null for all layers"),
+    "bias": (Literal["none", "all", "lora_only"], "'none', 'all' or 'lora_only'"),
+    "base_model_name_or_path": _TEXT,
+    "revision": _TEXT,
+    "task_type": _TEXT,
+}
+
+
 def config_errors(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that a loader relies on, and that hold something else."""
-    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout") or 0.0
-    if not (_is_integer(rank) and rank > 0):
-        yield f"key 'r' must be a whole number above 0, found {rank!r}"
-    if not _number(alpha):
-        yield f"key 'lora_alpha' must be a number, found {alpha!r}"
-    for key, holds, what in (("rank_pattern", _is_integer, "whole numbers"), ("alpha_pattern", _number, "numbers")):
-        pattern = config.get(key) or {}
-        if not (isinstance(pattern, dict) and all(map(holds, pattern.values())) and all(map(_is_pattern, pattern))):
-            yield f"key {key!r} must hold {what} by patterns of module names, found {pattern!r:.200}"
-    if not (_number(dropout) and 0 <= dropout <= 1):
-        yield f"key 'lora_dropout' must be between 0 and 1, found {dropout!r}"
-    targets, parameters = config.get("target_modules"), config.get("target_parameters")
-    if not (targets is None or isinstance(targets, str) or _is_texts(targets)):
-        yield f"key 'target_modules' must be a list of module names or one pattern, found {targets!r:.200}"
-    elif targets is not None and not targets and not parameters:
+    patterns: list[str] = []
+    for key, (kind, what) in _CONFIG_KEYS.items():
+        value = config.get(key, "none" if key == "bias" else None)
+        if key.endswith(("_pattern", "_dropout")):
+            value = value or None  # an empty list, say, as other programs write none
+        try:
+            validate(kind, value, key)
+        except ConfigError:
+            yield f"key {key!r} must be {what}, found {value!r:.200}"
+        else:
+            patterns += value if isinstance(value, dict) else ()
+    targets = config.get("target_modules")
+    if targets in ("", []) and not config.get("target_parameters"):
         yield f"key 'target_modules' is empty ({targets!r}), so the adapter would adapt nothing"
     elif isinstance(targets, str) and re.fullmatch(r"[\w.]+(?:\s*,\s*[\w.]+)+", targets):
         yield f"key 'target_modules' is one text with commas ({targets!r:.200}), which PEFT reads as a pattern; write it as a list"
-    elif isinstance(targets, str) and not _is_pattern(targets):
-        yield f"key 'target_modules' is no valid regular expression: {targets!r:.200}"
-    for key in ("modules_to_save", "target_parameters"):
-        if not (config.get(key) is None or _is_texts(config[key])):
-            yield f"key {key!r} must be a list of names, found {config[key]!r:.200}"
-    layers = config.get("layers_to_transform")
-    if not (layers is None or _is_integer(layers) or (isinstance(layers, list) and all(map(_is_integer, layers)))):
-        yield f"key 'layers_to_transform' must be a layer's number or a list of them, found {layers!r:.200}; null is all layers"
-    if config.get("bias", "none") not in ("none", "all", "lora_only"):
-        yield f"key 'bias' must be 'none', 'all' or 'lora_only', found {config['bias']!r}"
-    for key in ("base_model_name_or_path", "revision", "task_type"):
-        if not (config.get(key) is None or isinstance(config[key], str)):
-            yield f"key {key!r} must be a text, found {config[key]!r:.200}"
-
-
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_texts(value: Any) -> TypeGuard[Sequence[str]]:
-    return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
+    for pattern in [*patterns, *([targets] if isinstance(targets, str) else [])]:
+        try:
+            re.compile(pattern)
+        except re.error:
+            yield f"{pattern!r:.200} in target_modules, rank_pattern or alpha_pattern is no valid regular expression"
 
 
 def read_name_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """A list of names in a configuration; none where it holds something else."""
     value: Any = config.get(key)
-    return tuple(value) if _is_texts(value) else ()
+    return tuple(value) if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value) else ()
 
 
 def tensor_kind(key: str, copies: tuple[str, ...]) -> str:
