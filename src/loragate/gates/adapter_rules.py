@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,23 +248,20 @@ def _of_task(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> I
     }
     if heads or is_encoder_decoder:
         what = f"a head of its own ({heads[0]})" if heads else "an encoder beside its decoder"
-        yield Finding(
-            "task-type",
-            "error",
+        message = (
             f"{path}: only adapters of causal language models are loaded (AutoModelForCausalLM), and here task_type is {label}, "
-            f"with {what}",
+            f"with {what}"
+        )
+        remedy = (
             f'in Python load the base with its own class, then peft.PeftModel.from_pretrained(base, "{folder}") and, for gates, '
-            "loragate.load_gates(model, FOLDER)",
-            {"task_type": label, "heads": heads},
+            "loragate.load_gates(model, FOLDER)"
         )
+        yield Finding("task-type", "error", message, remedy, {"task_type": label, "heads": heads})
     elif label in _OTHER_TASKS:
-        yield Finding(
-            "task-type",
-            "note",
-            f"{path}: task_type is {label}; its weights are those of a causal language model, so it is loaded as one",
-            "",
-            {"task_type": label},
+        message = (
+            f"{path}: task_type is {label}; its weights are those of a causal language model, so it is loaded as one"
         )
+        yield Finding("task-type", "note", message, "", {"task_type": label})
 
 
 def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[Finding]:
@@ -273,13 +269,8 @@ def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: TensorS
     if why := base_change_reason(recorded):
         severity: Severity = "error" if str(recorded).lower().startswith(_NOT_REPEATABLE) else "warning"
         said, _, remedy = why.partition(". ")
-        yield Finding(
-            "base-changing-init",
-            severity,
-            f"{folder / ADAPTER_CONFIG}: {said}",
-            remedy,
-            {"init_lora_weights": recorded},
-        )
+        message = f"{folder / ADAPTER_CONFIG}: {said}"
+        yield Finding("base-changing-init", severity, message, remedy, {"init_lora_weights": recorded})
 
 
 def _check_rank_and_scaling(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[Finding]:
@@ -308,14 +299,13 @@ def _check_rank_and_scaling(folder: Path, config: Mapping[str, Any], tensors: Te
             wrong.append((path, a, b, ranks[0]))
     if wrong:
         path, a, b, rank = wrong[0]
-        yield Finding(
-            "shape-mismatch",
-            "error",
+        message = (
             f"{folder}: the factors of {len(wrong)} of {len(shapes)} modules have another rank than the configuration: {path} has "
-            f"A {list(a)} and B {list(b)}, and {ADAPTER_CONFIG} says r = {rank}",
-            f"{ADAPTER_CONFIG} and the weights are of two trainings, or rank_pattern is missing: take both files of one folder",
-            {"modules": [row[0] for row in wrong[:8]], "count": len(wrong)},
+            f"A {list(a)} and B {list(b)}, and {ADAPTER_CONFIG} says r = {rank}"
         )
+        remedy = f"{ADAPTER_CONFIG} and weights are of two trainings, or rank_pattern is missing: take both files of one folder"
+        evidence = {"modules": [row[0] for row in wrong[:8]], "count": len(wrong)}
+        yield Finding("shape-mismatch", "error", message, remedy, evidence)
     low, high = USUAL_SCALES
     if odd := sorted(scale for scale in scales if not low <= scale <= high):
         rule = "α/√r with rsLoRA" if config.get("use_rslora") else "α/r"
@@ -377,13 +367,9 @@ def _check_gating_and_serving(
     for said in find_variants(config):
         yield Finding("not-gateable", "note", f"{path}: {said}", "gate a plain LoRA adapter")
     if beside:
-        yield Finding(
-            "base-changed-beside",
-            "note",
-            f"{folder}: beside LoRA's factors the adapter changes {'; '.join(beside)}",
-            "a strength, or gates, do not reach that: at λ = 0 it is not the base",
-            {"beside": list(beside)},
-        )
+        message = f"{folder}: beside LoRA's factors the adapter changes {'; '.join(beside)}"
+        remedy = "a strength, or gates, do not reach that: at λ = 0 it is not the base"
+        yield Finding("base-changed-beside", "note", message, remedy, {"beside": list(beside)})
     if any(config_errors(config)):
         return
     copies = read_name_list(config, "modules_to_save")
@@ -416,12 +402,6 @@ def apply_rules(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -
     path = folder / ADAPTER_CONFIG
     found = [Finding("config-invalid", "error", f"{path}: {one}", "correct the key") for one in config_errors(config)]
     beside = tuple(_beside(config, tensors))
-    for rule in (
-        _of_task,
-        _of_initialisation,
-        _check_rank_and_scaling,
-        _of_keys,
-        partial(_check_gating_and_serving, beside),
-    ):
+    for rule in (_of_task, _of_initialisation, _check_rank_and_scaling, _of_keys):
         found += rule(folder, config, tensors)
-    return beside, found
+    return beside, [*found, *_check_gating_and_serving(beside, folder, config, tensors)]

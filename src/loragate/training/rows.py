@@ -13,6 +13,7 @@ import heapq
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +207,10 @@ def warn_where_rows_change_others(model: Any, rows: EncodedRows) -> None:
 
 def as_dataset(steps: Iterator[list[Row]]) -> Dataset:
     """What `iter_step_rows` gives (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory."""
-    parts, waiting = [], []
-    for step in steps:
-        waiting += step
-        if len(waiting) >= DATASET_CHUNK_ROWS:
-            parts.append(Dataset.from_list(waiting))
-            waiting = []
-    return concatenate_datasets([*parts, Dataset.from_list(waiting)] if waiting else parts)
+    rows, parts = chain.from_iterable(steps), []
+    while some := list(islice(rows, DATASET_CHUNK_ROWS)):
+        parts.append(Dataset.from_list(some))
+    return concatenate_datasets(parts)
 
 
 def partition_by_tokens(rows: Sequence[Row], parts: int) -> list[list[Row]]:

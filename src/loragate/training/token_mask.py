@@ -232,8 +232,7 @@ def keep_masks(influence: Scores, keep: float, scope: str = "global") -> list[np
     if scope == "row":
         return [_top_share_mask(values, keep) for values in influence]
     lengths = [len(values) for values in influence]
-    joined = np.concatenate(influence) if influence else np.empty(0, dtype=np.float32)
-    return np.split(_top_share_mask(joined, keep), np.cumsum(lengths)[:-1]) if lengths else []
+    return np.split(_top_share_mask(np.concatenate(influence), keep), np.cumsum(lengths)[:-1])
 
 
 def require_share(keep: float, scope: str) -> None:
