@@ -1,9 +1,5 @@
-from .arguments import (
-    GateTrainingArguments as GateTrainingArguments,
-)
-from .callbacks import (
-    StepReport as StepReport,
-)
+from .arguments import GateTrainingArguments as GateTrainingArguments
+from .callbacks import StepReport as StepReport
 from .settings import (
     GateTrainingSettings as GateTrainingSettings,
     RowsSettings as RowsSettings,

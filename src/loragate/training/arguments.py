@@ -65,7 +65,7 @@ class GateTrainingArguments(SFTConfig):
     def __post_init__(self) -> None:
         # transformers takes every metric whose name does not end in "loss" for one to be large
         metric = str(self.metric_for_best_model)
-        if self.greater_is_better is None and metric.endswith(_SMALLER_IS_BETTER):
+        if getattr(self, "greater_is_better", None) is None and metric.endswith(_SMALLER_IS_BETTER):
             self.greater_is_better = False
         if self.objective not in GATE_OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")

@@ -331,7 +331,9 @@ class StatisticsTrainer(SFTTrainer):
             frozen = (parameter for parameter in self.original_model.parameters() if not parameter.requires_grad)
             move_gates(self.original_model, next(frozen).device)
 
-    def evaluation_loop(self, dataloader: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
         """Mean loss and statistics over the response tokens of a data set, in evaluation mode.
 
         An `over_batch` sees the whole data set at once, so that its loss does not depend on the evaluation's batch size.
