@@ -114,12 +114,11 @@ def scale_adapter(
     """
     name = active_adapter(peft_model, adapter_name)
     layers = list(lora_layers(peft_model, name))
-    if isinstance(strengths, Mapping):
-        if unknown := sorted(set(strengths) - {path for path, _ in layers}):
-            raise GateError(f"the adapter has no module {unknown[0]} to be scaled; it has {layers[0][0]}, …")
-        factors = [(layer, float(strengths[path])) for path, layer in layers if path in strengths]
-    else:
-        factors = [(layer, float(strengths)) for _, layer in layers]
+    if not isinstance(strengths, Mapping):
+        strengths = dict.fromkeys((path for path, _ in layers), strengths)
+    if unknown := sorted(set(strengths) - {path for path, _ in layers}):
+        raise GateError(f"the adapter has no module {unknown[0]} to be scaled; it has {layers[0][0]}, …")
+    factors = [(layer, float(strengths[path])) for path, layer in layers if path in strengths]
     before = [(layer, layer.scaling[name], layer.lora_variant.get(name)) for layer, _ in factors]
     try:
         for layer, factor in factors:

@@ -45,7 +45,7 @@ class Reference:
     @property
     def vocabulary(self) -> int:
         """Size of the vocabulary, V."""
-        return int(self.states.shape[-1] if self.head is None else self.head.weight.shape[0])
+        return int(self.states.shape[-1]) if self.head is None else self.head.vocabulary
 
     def log_probs(self, vocabulary: int) -> torch.Tensor:
         """log r of all positions, [T, V] fp32: for the slow path over full logits. A ConfigError if the vocabularies differ."""
@@ -273,7 +273,7 @@ def reference_statistics(
         `TokenStatistics` shaped like `labels` with `kl`; `topk_entropy` is the full entropy divided by log V. All are
         differentiable with respect to `hidden`. A ConfigError if the reference has another vocabulary or number of positions.
     """
-    vocabulary = head.weight.shape[0]
+    vocabulary = head.vocabulary
     require_same_vocabulary(reference.vocabulary, vocabulary)
     mask = labels != IGNORE_INDEX
     chosen_TD = hidden[mask]

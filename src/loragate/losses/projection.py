@@ -88,6 +88,11 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
 
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary, V."""
+        return int(self.weight.shape[0])
+
     def logits(self, hidden: torch.Tensor, working: torch.dtype) -> torch.Tensor:
         """Full logits [..., V] by plain autograd, multiplied in `working`; at least fp32 from there on."""
         bias = None if self.bias is None else self.bias.to(working)
@@ -103,7 +108,7 @@ class Projection:
     """
 
     def __init__(self, head: Head) -> None:
-        self.scale, self.softcap = head.scale, head.softcap
+        self.vocabulary, self.scale, self.softcap = head.vocabulary, head.scale, head.softcap
         self.weight_VD = weight_VD = head.weight
         self.working = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
         self.direct = multiplies_directly(weight_VD)
@@ -113,11 +118,6 @@ class Projection:
         self.wide_rows: torch.Tensor | None = None
         self.wide_span: tuple[int, int] | None = None
         self.both_bf16 = False
-
-    @property
-    def vocabulary(self) -> int:
-        """Size of the vocabulary, V."""
-        return int(self.weight_VD.shape[0])
 
     def states(self, hidden_CD: torch.Tensor) -> torch.Tensor:
         """Hidden states in the dtype in which they are multiplied."""
