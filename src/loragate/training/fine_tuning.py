@@ -135,11 +135,10 @@ def build_adapter(base_model: Any, settings: FineTuningSettings) -> Any:
     try:
         return get_peft_model(base_model, config)
     except ValueError as error:
-        if "arget modules" not in str(error):  # PEFT writes "Target modules ..." and "No target modules ..."
-            raise
+        said = str(error).splitlines()[0]  # a module that is no layer, say, whose parts fill the other lines
+        linear = ", ".join(names_of_linear_layers(base_model))
         raise ConfigError(
-            f"target_modules {settings.target_modules!r} matches no module of the base; its linear layers end in "
-            + ", ".join(names_of_linear_layers(base_model))
+            f"target_modules {settings.target_modules!r} cannot be adapted ({said:.160}); the base's linear layers end in {linear}"
         ) from error
 
 
