@@ -180,7 +180,7 @@ def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", ca
     )
     if base != recorded and recorded:
         private[recorded] = base
-    for notes in (into / ADAPTER).glob("*.md"):  # such as the card that PEFT writes
+    for notes in (into / ADAPTER).rglob("*.md"):  # such as the card that PEFT writes
         write_text(notes, _shortened(notes.read_text(encoding="utf-8", errors="replace"), private))
     if card:
         text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else render_card(name, shown)
