@@ -120,7 +120,7 @@ def read_quantity(text: str) -> Quantity:
     """Take the unit, the percent sign and the number words off `text` (normalised).
 
     Raises:
-        UnreadError: where the words make it another number, in a way that is not known here.
+        ParseError: where the words make it another number, in a way that is not known here.
     """
     if PLAIN_NUMBER.fullmatch(text):
         return Quantity(text)
