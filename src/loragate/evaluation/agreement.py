@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -189,11 +189,7 @@ def check_logprobs(
         served: what `score_stored_answers` gave.
         dtype: of the engine; "auto" may be any of 16 bits.
     """
-    kinds: dict[Kind, tuple[Kind, ...]] = {
-        "base": ("base",),
-        "adapter": ("base", "adapter"),
-        "gated": ("base", "adapter", "gated"),
-    }
+    kinds: tuple[Kind, ...] = get_args(Kind)  # each with those before it beneath it
     usual = LOGPROB_TOLERANCES.get(dtype, LOGPROB_TOLERANCES["16 bits"])
     limits = dict.fromkeys(served, usual)
     own: dict[ModelVariant, LogprobDifference] = {}
@@ -206,7 +202,7 @@ def check_logprobs(
                 doubtful[variant] = rescore_answers(loaded.model, answers)
         others[variant] = {
             kind: _mean(loaded, kind, answers)
-            for kind in kinds[loaded.kind]
+            for kind in kinds[: kinds.index(loaded.kind) + 1]
             if strip_sampling(variant) != ModelVariant(kind)
         }
     if doubtful:

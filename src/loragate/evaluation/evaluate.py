@@ -285,8 +285,9 @@ class Evaluation:
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 models=self.models,
                 tasks=tuple(
-                    prepared.info(grader := self._grader(prepared), self._pattern(prepared, grader))
+                    prepared.info(grader, pattern_of(prepared.task, self.grading) if grader == "regex" else "")
                     for prepared in self.tasks
+                    for grader in [self._grader(prepared)]
                 ),
                 results=tuple(found.values()),
                 suites=tuple(self._averages(found)),
@@ -353,9 +354,6 @@ class Evaluation:
 
     def _grader(self, prepared: PreparedTask) -> str:
         return resolve_grader(prepared.task, self.grading.grader)
-
-    def _pattern(self, prepared: PreparedTask, grader: str) -> str:
-        return pattern_of(prepared.task, self.grading) if grader == "regex" else ""
 
     def sample(self, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
         """Draw what is missing of one variant's answers."""

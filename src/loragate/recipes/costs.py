@@ -59,10 +59,10 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
 
     Several processes each need as much memory, less what FSDP2 shards.
     """
-    model, found, stages = _model_of(recipe), dict[str, Cost](), list(map(_with_defaults, recipe.stages))
-    for number, stage in enumerate(stages if model is not None else ()):
-        found[stage.name] = _cost(stage, stages[:number], model, GPUS[recipe.machine])
-    return found
+    if (model := _model_of(recipe)) is None:
+        return {}
+    stages = list(map(_with_defaults, recipe.stages))
+    return {one.name: _cost(one, stages[:number], model, GPUS[recipe.machine]) for number, one in enumerate(stages)}
 
 
 def memory_warnings(recipe: Recipe, names: Collection[str] = ()) -> Iterator[str]:
