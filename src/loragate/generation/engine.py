@@ -75,7 +75,14 @@ class Engine:
         Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves no position, and what the engine's
         `draw` raises.
         """
-        rows, samples = pending_rows(len(prompts), config.samples, pending), list[Sample]()
+        every = {(question, sample) for question in range(len(prompts)) for sample in range(config.samples)}
+        if foreign := set(pending or ()) - every:
+            question, sample = min(foreign)
+            raise DataError(
+                f"pending names question {question}, sample {sample}, but there are {len(prompts)} prompts with "
+                f"{config.samples} samples each; the samples on file belong to another run."
+            )
+        rows, samples = sorted(every if pending is None else set(pending)), list[Sample]()
         with contextlib.closing(self.draw(prompts, config, rows)) as batches:
             for batch in batches:
                 samples += batch
@@ -102,22 +109,6 @@ class Engine:
 
     def close(self) -> None:
         """Free what it holds beyond memory of this process."""
-
-
-def pending_rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
-    """Return the (question, sample) pairs still to be drawn, in order; `pending` None means all of them.
-
-    Raises `DataError` for a pair that does not exist.
-    """
-    if pending is None:
-        return [(question, sample) for question in range(questions) for sample in range(samples)]
-    for question, sample in pending:
-        if not (0 <= question < questions and 0 <= sample < samples):
-            raise DataError(
-                f"pending names question {question}, sample {sample}, but there are {questions} prompts with {samples} "
-                "samples each; the samples on file belong to another run."
-            )
-    return sorted(set(pending))
 
 
 def split_by_question(rows: Sequence[tuple[int, int]], questions: int) -> list[list[tuple[int, int]]]:
