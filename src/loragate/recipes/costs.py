@@ -21,7 +21,6 @@ from loragate.analysis.gates import PAPER
 from loragate.display import duration
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
-from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
@@ -203,19 +202,16 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         if not sources:
             return Cost("memory unknown, as its answers are not of this recipe", None)
         (source,) = sources
-        tasks = select_tasks(options_of(source, source.name))
+        work = _work(source)
         # nothing is kept for a way back: one layer at a time, as where a training recomputes them
-        rows, longest = int(options.get("batch_size") or 1), max(_limit(task, source) for task in tasks)
+        rows, longest = int(options.get("batch_size") or 1), max(limit for _, _, limit in work)
         read = estimate(model, base=_stored_as(stage), sequence=longest, rows=rows, gradient_checkpointing=True)
         most = int(options.get("answers", 4))
-        tokens = sum(
-            _questions(task, source) * min(_samples(task, source), most) * _limit(task, source) for task in tasks
-        )
+        tokens = sum(questions * min(samples, most) * limit for questions, samples, limit in work)
         needed = read.weights + read.activations + GIB
         return Cost(f"about {needed / GIB:.1f} GiB of GPU memory", _hours(read.forward * tokens, gpu), needed)
-    tasks = select_tasks(options_of(stage, stage.name))
-    name = str(options.get("model") or "").strip("{}")
-    last = trained.get(name)
+    work, size = _work(stage), int(options.get("batch_size", 64))
+    last = trained.get(str(options.get("model") or "").strip("{}"))
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
     # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
     if "sweep" in options and str(options["sweep"]).strip("{}") not in trained:
@@ -235,12 +231,11 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         constants = [value if "=" in value else float(value) for value in given]
         variants = [one.weights for one in variants_for(kind, options.get("controls", "cheap"), constants)]
     need = estimate(model, base=_stored_as(stage))
-    drawn = sum(_questions(task, stage) * _samples(task, stage) for task in tasks)
-    longest = max(_limit(task, stage) for task in tasks)
+    drawn, longest = sum(questions * samples for questions, samples, _ in work), max(limit for _, _, limit in work)
     said = f"{len(variants) * drawn:,} answers of at most {longest:,} tokens"
     seconds = 0.0
-    for task in tasks:
-        answers, limit = _questions(task, stage) * _samples(task, stage), _limit(task, stage)
+    for questions, samples, limit in work:
+        answers = questions * samples
         if options.get("engine") == "vllm":
             together = min(SEQUENCES, answers)
             step = (need.weights + together * limit / 2 * need.cache) / (gpu.bandwidth * OF_BANDWIDTH)
@@ -248,27 +243,21 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         else:
             layers = model.config.get_text_config().num_hidden_layers
             passes = {**LAYER_S, "suppressed": LAYER_S["base"] + 2 * LAYER_S["adapter"]}
-            batches = -(-answers // int(options.get("batch_size", 64)))
-            seconds += sum(passes[one] for one in variants) * layers * batches * limit
+            seconds += sum(passes[one] for one in variants) * layers * -(-answers // size) * limit
     memory, needed = "vLLM fills 0.9 of the GPU", 0.0
     if options.get("engine") != "vllm":
         streams = 3 if what == "entropy" else 1
-        cache = streams * int(options.get("batch_size", 64)) * longest * need.cache
-        needed = need.weights + cache + GIB
+        needed = need.weights + streams * size * longest * need.cache + GIB
         memory = f"about {needed / GIB:.1f} GiB of GPU memory on transformers"
     return Cost(f"{memory}; {said}", seconds / 3600, needed)
 
 
-def _questions(task: Task, stage: Stage) -> int:
-    rows = task.dataset.rows or 0
-    limit = int(stage.options.get("limit") or rows)
-    subsets = len(task.harness.subsets) if task.harness else 0
-    return min(rows, limit * max(1, subsets))  # a limit is of each subset
-
-
-def _samples(task: Task, stage: Stage) -> int:
-    return task.generation.samples if task.harness else int(stage.options.get("samples") or task.generation.samples)
-
-
-def _limit(task: Task, stage: Stage) -> int:
-    return int(stage.options.get("max_new_tokens") or task.generation.max_new_tokens)
+def _work(stage: Stage) -> list[tuple[int, int, int]]:
+    """(questions, samples of each, token limit) of each task of an evaluation."""
+    options, found = stage.options, []
+    for task in select_tasks(options_of(stage, stage.name)):
+        own, rows, subsets = task.generation, task.dataset.rows or 0, len(task.harness.subsets) if task.harness else 0
+        limit = int(options.get("limit") or rows) * max(1, subsets)  # it is of each subset
+        samples = own.samples if task.harness else int(options.get("samples") or own.samples)
+        found.append((min(rows, limit), samples, int(options.get("max_new_tokens") or own.max_new_tokens)))
+    return found
