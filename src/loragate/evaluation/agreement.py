@@ -127,9 +127,8 @@ def score_stored_answers(engine: Engine, tokenizer: Any, samples: Mapping[Path, 
         if first:
             ids, _ = tokenize_prompts(tokenizer, [prepared.prompts[one.question] for one in first], 1, None)
             texts += [(before, one.token_ids) for before, one in zip(ids, first, strict=True)]
-    indices = sorted(
-        {at * len(texts) // ANSWERS for at in range(ANSWERS)} if texts else ()
-    )  # evenly apart, over all tasks
+    # evenly apart, over all tasks
+    indices = sorted({at * len(texts) // ANSWERS for at in range(ANSWERS)} if texts else ())
     rows = [(texts[at][0], texts[at][1][:TOKENS]) for at in indices]
     pairs = [([*before, *after[:at]], [after[at]]) for before, after in rows for at in range(len(after))]
     found = iter([logprob for logprob, _ in engine.log_likelihoods(pairs)])

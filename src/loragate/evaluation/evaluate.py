@@ -397,8 +397,8 @@ class Evaluation:
             [question.id for question in questions],
             samples,
             grades,
-            votes=grader
-            not in (*CODE_GRADERS, "lm-eval"),  # no two programs are the same text; the harness draws one answer
+            # no two programs are the same text; the harness draws one answer
+            votes=grader not in (*CODE_GRADERS, "lm-eval"),
             adapter=adapter,
             control=variant.control,
             temperature=variant.temperature,
