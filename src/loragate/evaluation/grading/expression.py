@@ -58,7 +58,7 @@ _FONTS = {
 _ATOM_COMMANDS = {*_SYMBOLS, *_CONSTANTS, *FUNCTIONS, *_ACCENTS, *_FONTS, "frac", "binom", "sum", "prod"}
 _NAMED = sorted({*FUNCTIONS, "pi"}, key=len, reverse=True)
 _TIMES, _OVER = {"*", r"\times", r"\cdot"}, {"/", r"\div"}
-_BRACKETS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lvert": r"\rvert"}
+_BRACKETS = {"(": ")", "[": "]", "{": "}", "|": "|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lvert": r"\rvert"}
 
 
 class ParseError(Exception):
@@ -231,19 +231,13 @@ class _Reader:
         if kind == "number":
             self.at += 1
             return ("num", _number(token))
-        if token == "|":
-            self.at, self.bars = self.at + 1, self.bars + 1
-            node = self.parse_sum()
-            self.bars -= 1
-            self.expect("|")
-            return ("call", "abs", node)
         if token in _BRACKETS:
             self.at += 1
-            outer, self.bars = self.bars, 0
+            outer, self.bars = self.bars, self.bars + 1 if token == "|" else 0
             node = self.parse_sum()
             self.expect(_BRACKETS[token])
             self.bars = outer
-            function = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs"}.get(token)
+            function = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", "|": "abs"}.get(token)
             return ("call", function, node) if function else node
         if kind == "word":
             self.at += 1
@@ -334,7 +328,7 @@ class _Reader:
             return ("call", "root", inside, degree or ("num", Fraction(2)))
         base: Node | None = None
         if self.accept("_"):
-            base = self.argument() if self.peek() != "{" else self.atom()
+            base = self.argument()
             if name != "log":
                 raise ParseError(self.text)
         power = self.exponent() if self.accept("^") else None

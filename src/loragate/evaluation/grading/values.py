@@ -357,10 +357,8 @@ class _Evaluation:
                 return mp.power(first, 1 / second)
             if function == "log":
                 return mp.log(first) / mp.log(second)
-            if function in ("min", "max"):
-                return (min if function == "min" else max)(arguments)
-            if function == "abs":
-                return abs(first)
+            if function in ("min", "max", "abs"):
+                return _EXACT[function](arguments)
             if function in ("floor", "ceil"):
                 return self.whole(function, first)
             if function in ("gcd", "lcm"):
