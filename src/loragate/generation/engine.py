@@ -267,7 +267,6 @@ def read_samples(path: str | Path) -> list[Sample]:
 def _parse(path: Path) -> tuple[list[Sample], int]:
     """Return the samples in file order and the number of bytes that they fill."""
     samples: list[Sample] = []
-    sound_bytes = 0
     # What follows the last line end is empty, or a line that was being written when the run stopped.
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -279,8 +278,7 @@ def _parse(path: Path) -> tuple[list[Sample], int]:
             ) from None
         # strictly, as a file may be anybody's
         samples.append(validate(Sample, row, f"{path}, line {number}", DataError, "this is not a sample file"))
-        sound_bytes += len(line) + 1
-    return samples, sound_bytes
+    return samples, sum(len(line) + 1 for line in lines)
 
 
 def draw_samples(
