@@ -334,6 +334,11 @@ def test_what_does_not_fit_is_warned_of_with_a_size_that_would():
     assert list(memory_warnings(read_recipe(LORA, {"sft.per_device_train_batch_size": size}))) == []
 
 
+def test_constants_that_are_no_numbers():
+    with pytest.raises(ConfigError, match="--constants half: expected numbers separated by commas"):
+        costs(read_recipe(LORA, {"eval.controls": "cheap", "eval.constants": "half"}))
+
+
 def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     """What a baseline costs beside LoRA, answers that are drawn, and the look that only transformers can take."""
     at = {

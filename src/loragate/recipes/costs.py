@@ -21,6 +21,7 @@ from loragate.analysis.gates import PAPER
 from loragate.display import duration
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
+from loragate.evaluation.settings import parse_constants
 from loragate.evaluation.variants import variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
@@ -227,8 +228,7 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         suppressed = comma_list(str(options.get("suppress", "negative,positive")))
         variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
     else:
-        given = comma_list(str(options.get("constants", "0.5")))
-        constants = [value if "=" in value else float(value) for value in given]
+        constants = parse_constants(str(options.get("constants", "0.5")))
         variants = [one.weights for one in variants_for(kind, options.get("controls", "cheap"), constants)]
     need = estimate(model, base=_stored_as(stage))
     drawn, longest = sum(questions * samples for questions, samples, _ in work), max(limit for _, _, limit in work)
