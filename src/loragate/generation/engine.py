@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -113,14 +114,8 @@ class Engine:
 
 def split_by_question(rows: Sequence[tuple[int, int]], questions: int) -> list[list[tuple[int, int]]]:
     """Cut ordered (question, sample) pairs after every `questions` distinct questions; each stays in one piece."""
-    parts: list[list[tuple[int, int]]] = []
-    seen: set[int] = set()
-    for row in rows:
-        if row[0] not in seen and len(seen) % questions == 0:
-            parts.append([])
-        seen.add(row[0])
-        parts[-1].append(row)
-    return parts
+    groups = [[*own] for _, own in itertools.groupby(rows, lambda row: row[0])]
+    return [[*itertools.chain(*groups[at : at + questions])] for at in range(0, len(groups), questions)]
 
 
 def tokenize_prompts(
