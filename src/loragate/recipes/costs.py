@@ -215,6 +215,7 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
     last = trained.get(str(options.get("model") or "").strip("{}"))
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
     # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
+    greedy: list[str] = []  # those that give one answer to each question
     if "sweep" in options and str(options["sweep"]).strip("{}") not in trained:
         return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
@@ -229,21 +230,27 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
     else:
         constants = parse_constants(str(options.get("constants", "0.5")))
-        variants = [one.weights for one in variants_for(kind, options.get("controls", "cheap"), constants)]
+        wanted = variants_for(kind, options.get("controls", "cheap"), constants)
+        variants = [one.weights for one in wanted if one.temperature != 0]
+        greedy = [one.weights for one in wanted if one.temperature == 0]
     need = estimate(model, base=_stored_as(stage))
-    drawn, longest = sum(questions * samples for questions, samples, _ in work), max(limit for _, _, limit in work)
-    said = f"{len(variants) * drawn:,} answers of at most {longest:,} tokens"
+    parts = [
+        (names, answers, limit)
+        for questions, samples, limit in work
+        for names, answers in ((variants, questions * samples), (greedy, questions))
+    ]
+    drawn, longest = sum(len(names) * answers for names, answers, _ in parts), max(limit for _, _, limit in parts)
+    said = f"{drawn:,} answers of at most {longest:,} tokens"
     seconds = 0.0
-    for questions, samples, limit in work:
-        answers = questions * samples
+    for names, answers, limit in parts:
         if options.get("engine") == "vllm":
             together = min(SEQUENCES, answers)
             step = (need.weights + together * limit / 2 * need.cache) / (gpu.bandwidth * OF_BANDWIDTH)
-            seconds += len(variants) * answers * limit / together * step
+            seconds += len(names) * answers * limit / together * step
         else:
             layers = model.config.get_text_config().num_hidden_layers
             passes = {**LAYER_S, "suppressed": LAYER_S["base"] + 2 * LAYER_S["adapter"]}
-            seconds += sum(passes[one] for one in variants) * layers * -(-answers // size) * limit
+            seconds += sum(passes[one] for one in names) * layers * -(-answers // size) * limit
     memory, needed = "vLLM fills 0.9 of the GPU", 0.0
     if options.get("engine") != "vllm":
         streams = 3 if what == "entropy" else 1
