@@ -353,8 +353,8 @@ def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     assert "24,256 answers of at most 4,096 tokens" in at["lora"]["eval"].memory
     assert 0.5 < at["lora"]["eval"].hours < 3
     cheap = costs(read_recipe("math/qwen2.5-math-1.5b/controls"))["eval"]
-    assert "268,332 answers of at most" in cheap.memory, (
-        "11 variants times 16 samples, and one greedy answer, to 1,516 questions"
+    assert "318,360 answers of at most" in cheap.memory, (
+        "13 variants times 16 samples, and two greedy answers, to 1,516 questions"
     )
     scale = costs(read_recipe("math/qwen2.5-math-1.5b/scale-auto"))
     look = costs(read_recipe("math/qwen2.5-math-1.5b/delta-entropy"))["diagnose"]
