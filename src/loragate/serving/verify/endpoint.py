@@ -7,6 +7,7 @@ plugin takes, and in llama-server's `lora` list.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -266,7 +267,7 @@ class Endpoint:
             said = excerpt(error.read().decode(errors="replace"), 300)
             hint = f"; give its key in the environment variable {KEY}" if error.code in (401, 403) else ""
             raise LoragateError(f"{self.url}{path} answered with status {error.code}: {said}{hint}") from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise LoragateError(f"{self.url}{path} does not answer ({error}); is the server running?") from error
         except ValueError as error:
             raise LoragateError(
