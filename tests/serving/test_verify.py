@@ -187,6 +187,7 @@ def test_what_cannot_be_checked_is_refused(folders, served, fails):
     assert "either --endpoint URL or --llama-cpp" in fails("verify", adapter)
     assert "is no adapter" in fails("verify", served / "base", "--endpoint", "http://127.0.0.1:1/v1")
     assert "does not answer" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1/v1", status=1)
+    assert "does not answer (nonnumeric port" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1a/v1", status=1)
     assert "--lora has no effect" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1", "--lora", "a.gguf")
     assert "--adapters has no effect" in fails("verify", adapter, "--llama-cpp", "b.gguf", "--adapters", "a=b")
     by = ("--strength-by", "lora_scale")

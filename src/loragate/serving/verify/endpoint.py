@@ -7,6 +7,7 @@ plugin takes, and in llama-server's `lora` list.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -94,7 +95,17 @@ class Endpoint:
         with_prompt_logprobs: bool = False,
     ) -> Answer:
         """See `Runtime`; raises LoragateError where the server refuses."""
-        return self._complete(self._form, target, prompt, tokens, forced, with_prompt_logprobs)
+        form = self._form
+        given: Any = list(prompt.ids) if form.ids else prompt.text
+        body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
+        body |= {"logprobs": TOP, **self._extra_fields(target)}
+        if form.echo and with_prompt_logprobs:
+            body["echo"] = True
+        if forced is not None:
+            body["logit_bias"] = {str(forced): BIAS}
+        if form.ids:
+            body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
+        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
         """See `Runtime`; by `/tokenize` where there is one."""
@@ -195,32 +206,13 @@ class Endpoint:
             return {"vllm_xargs": {"lora_scale": target.strength}}
         return {}
 
-    def _complete(
-        self,
-        form: RequestFormat,
-        target: Target,
-        prompt: Prompt,
-        tokens: int,
-        forced: int | None,
-        with_prompt_logprobs: bool,
-    ) -> Answer:
-        given: Any = list(prompt.ids) if form.ids else prompt.text
-        body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
-        body |= {"logprobs": TOP, **self._extra_fields(target)}
-        if form.echo and with_prompt_logprobs:
-            body["echo"] = True
-        if forced is not None:
-            body["logit_bias"] = {str(forced): BIAS}
-        if form.ids:
-            body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
-        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
-
     def _detect_request_format(self, probe: Prompt) -> RequestFormat:
         """The first of `REQUEST_FORMATS` that the server takes, without what it passes over."""
         said = ""
         for form in REQUEST_FORMATS:
+            self._form = form
             try:
-                answer = self._complete(form, Target(ADAPTER), probe, 2, None, True)
+                answer = self.complete(Target(ADAPTER), probe, 2, with_prompt_logprobs=True)
             except LoragateError as error:
                 said = str(error)
                 continue
@@ -275,7 +267,7 @@ class Endpoint:
             said = excerpt(error.read().decode(errors="replace"), 300)
             hint = f"; give its key in the environment variable {KEY}" if error.code in (401, 403) else ""
             raise LoragateError(f"{self.url}{path} answered with status {error.code}: {said}{hint}") from error
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise LoragateError(f"{self.url}{path} does not answer ({error}); is the server running?") from error
         except ValueError as error:
             raise LoragateError(
