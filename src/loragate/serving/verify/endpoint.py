@@ -177,14 +177,19 @@ class Endpoint:
         self, settings: VerifySettings, files: Sequence[Mapping[str, Any]], others: Sequence[str]
     ) -> dict[str, str]:
         """{name of a target: the id of the adapter in llama-server's list}; "" for the base."""
-        stems = {PurePath(str(one.get("path"))).stem: str(one.get("id")) for one in files}
-        known = ", ".join(f"{stem} (id {index})" for stem, index in stems.items())
-        own = settings.served_adapter or (next(iter(stems)) if len(stems) == 1 else PurePath(settings.adapter).name)
+        listed = [(str(one.get("id")), PurePath(str(one.get("path")))) for one in files]
+        known = ", ".join(f"{path} (id {index})" for index, path in listed)
+        own = settings.served_adapter or (listed[0][0] if len(listed) == 1 else PurePath(settings.adapter).name)
         found: dict[str, str] = {BASE: ""}
-        for name, stem, flag in [(ADAPTER, own, "--served-adapter"), *((one, one, "--adapters") for one in others)]:
-            if stem not in stems and stem not in stems.values():
-                raise ConfigError(f"{self.url} has no LoRA file called {stem}, it has {known}; name it with {flag}")
-            found[name] = stems.get(stem, stem)
+        for name, asked, flag in [(ADAPTER, own, "--served-adapter"), *((one, one, "--adapters") for one in others)]:
+            # files of one name are usual: each export of loragate is called alike
+            meant = [index for index, path in listed if asked in (index, path.stem, str(path))]
+            if len(meant) != 1:
+                number = "several LoRA files" if meant else "no LoRA file"
+                raise ConfigError(
+                    f"{self.url} has {number} called {asked}, it has {known}; name one by its id with {flag}"
+                )
+            found[name] = meant[0]
         return found
 
     def _model(self, target: Target) -> str:
