@@ -110,7 +110,24 @@ def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:
     (best, _) = dataclasses.replace(record, results=(warm, cool)).with_best_temperatures().results
     assert best.at_best is not None
     assert (best.at_best.temperature, best.at_best.score.mean) == (0.0, pytest.approx(1.0))
+    assert best.at_best.comparison is None, "the adapter's own"
     assert "At its best temperature" in score_markdown(record.to_json())
+
+
+def test_each_model_at_its_best_is_compared_with_the_adapter_at_its_own() -> None:
+    """A base that is level with the adapter greedily, and far better at T = 1."""
+    ids, results = tuple(map(str, range(40))), []
+    for kind, warm in (("adapter", 4), ("base", 20)):
+        for right, how in ((warm, {}), (36, {"control": "greedy", "temperature": 0.0})):
+            results.append(task_result("sums", kind, ids, *answered(np.arange(40)[:, None] < right), **how))
+    record = dataclasses.replace(make_record(), results=tuple(results)).with_best_temperatures()
+    best = record.find("sums", "base").at_best
+    assert best is not None
+    assert best.temperature == 0.0
+    assert best.comparison is not None
+    assert best.comparison.mean == pytest.approx(0.0)
+    assert best.comparison.low < 0 < best.comparison.high
+    assert "vs adapter 0.0," in score_markdown(record.to_json())
 
 
 @pytest.mark.parametrize(

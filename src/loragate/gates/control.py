@@ -25,10 +25,10 @@ from loragate.errors import GateError
 from loragate.gates.attach import GatedLora, gate_modules, is_gated
 from loragate.gates.eligibility import (
     active_adapter,
+    adapter_configs,
     base_module_name,
     changed_base_of,
     examine_adapter,
-    has_trained_biases,
     lora_layers,
     require_gateable,
 )
@@ -96,10 +96,7 @@ class Recorder:
         """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out.
 
         A module whose tokens are laid out in another way, as an expert's routed tokens [tokens] are, records nothing under a mask
-        unless their number is that of the mask.
-
-        Raises:
-            GateError: for a mask that is not bool, or of another shape than the [batch, sequence] of the forward pass.
+        unless their number is that of the mask. A GateError for a mask that is not bool, or of another shape than the pass.
         """
         values = lam_T.reshape(-1)
         mask = None if self.owner is None else self.owner.token_mask
@@ -252,10 +249,7 @@ def constant_gate(
 ) -> Iterator[None]:
     """One λ for a whole adapter or a part of it inside the context: laid over its gates, or as a scale of the plain adapter.
 
-    `part` as of `gate_override`.
-
-    Raises:
-        GateError: as `gate_override`, or as `attach_gates` where gates could not be put on.
+    `part` as of `gate_override`, and errors too, or those of `attach_gates` where gates could not be put on.
     """
     name = active_adapter(peft_model, adapter_name)
     if is_gated(peft_model, name):
@@ -380,7 +374,8 @@ def base_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -
     name = active_adapter(model, adapter_name)
     if why := changed_base_of(model, name):
         return why
-    if "_displaced_weights" not in vars(model) and has_trained_biases(model, name):
+    biased = any(getattr(config, "bias", "none") != "none" for config in adapter_configs(model, name))
+    if biased and "_displaced_weights" not in vars(model):
         return (
             "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off; a model that "
             "loragate.models.load_adapter puts together keeps the base's own"
@@ -405,19 +400,17 @@ def zero_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -
 def as_base(model: Any) -> Iterator[None]:
     """The base itself inside the context: the adapter off, and what its file displaced of the base's own weights put back.
 
-    λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter.
-
-    Raises:
-        GateError: where `base_unavailable_reason` says so, or the displaced weights are spread over several devices.
+    λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter. A GateError
+    where `base_unavailable_reason` says so, or the displaced weights are spread over several devices.
     """
     if reason := base_unavailable_reason(model):
         raise GateError(f"the model without the adapter would not be its base. {reason}")
     displaced: dict[str, Tensor] = vars(model).get("_displaced_weights", {})
-    held = (
-        {base_module_name(name): value for name, value in _tensors(model) if base_module_name(name) in displaced}
-        if displaced
-        else {}
-    )
+    held: dict[str, Tensor] = {}
+    own = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, value in chain(*own) if displaced else ():
+        if ".lora_" not in name and ".modules_to_save." not in name and base_module_name(name) in displaced:
+            held[base_module_name(name)] = value
     for name, old in displaced.items():
         if name not in held or held[name].shape != old.shape:
             raise GateError(
@@ -432,12 +425,3 @@ def as_base(model: Any) -> Iterator[None]:
         finally:
             for name, value in held.items():
                 value.data.copy_(before[name])
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers outside of LoRA layers' factors."""
-    for name, value in chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    ):
-        if ".lora_" not in name and ".modules_to_save." not in name:
-            yield name, value

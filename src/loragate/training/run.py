@@ -46,8 +46,7 @@ def run_in_folder(
 ) -> TrainingOutcome:
     """Train, with the record (`identity`, which a resumed run must share), the log and the checkpoints of a run folder.
 
-    Raises:
-        TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C or SIGTERM (after writing a checkpoint).
+    A TrainingError for a resume that does not fit and for a loss that is not finite; `StoppedError` after Ctrl-C or SIGTERM.
     """
     checkpoint = folder.begin(identity, template_hints(trainer.processing_class))
     kept = folder.path if folder.is_persistent else None
@@ -68,16 +67,10 @@ def run_in_folder(
 
 
 def check_custom_objective(objective: Objective, settings: TrainSettings | SFTConfig) -> None:
-    """Refuse an objective of one's own that would train or be recorded as something else.
+    """Refuse (ConfigError) an objective of one's own that would train or be recorded as something else.
 
     Run records hold its name and constants, so that another one is refused on resume; a changed rule under the same name and
-    constants cannot be seen.
-
-    Args:
-        settings: of the stage, or the arguments of a `GateTrainer`.
-
-    Raises:
-        ConfigError: naming the objective and the setting.
+    constants cannot be seen. `settings` are those of the stage, or the arguments of a `GateTrainer`.
     """
     check_objective(objective)
     name, chosen = objective.name, settings.objective  # type: ignore[union-attr]

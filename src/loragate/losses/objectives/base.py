@@ -118,11 +118,7 @@ def within_batch(
 
 
 def require(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> None:
-    """Refuse a call that lacks what the objective needs.
-
-    Raises:
-        ConfigError: naming what is missing and where it comes from.
-    """
+    """Refuse (ConfigError) a call that lacks what the objective needs."""
     for name in sorted(objective.requires):
         found = stats.kl if name == "reference_kl" else getattr(context, name)
         if found is None:
@@ -186,9 +182,8 @@ class WeightedCrossEntropy:
 def token_losses(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
     """The objective's loss, shaped like the statistics; what it says of positions without a label does not count.
 
-    Raises:
-        ConfigError: for another shape, a statistic that is read and not named, a loss without a gradient where one is asked for,
-            and a negative weight of a `WeightedCrossEntropy`.
+    A ConfigError for another shape, a statistic that is read and not named, a loss without a gradient where one is asked for, and
+    a negative weight of a `WeightedCrossEntropy`.
     """
     try:
         losses = objective.loss(stats, context)
@@ -233,11 +228,7 @@ def _describe_outputs(objective: Objective) -> str:
 
 
 def check_objective(objective: Any) -> None:
-    """Refuse an objective of one's own that lacks something, or holds what no training could follow.
-
-    Raises:
-        ConfigError: naming what was found, and what is expected there.
-    """
+    """Refuse (ConfigError) an objective of one's own that lacks something, or holds what no training could follow."""
     needed = ("name", "k", "requires", "outputs", "gradients", "settings", "loss")
     if isinstance(objective, type):
         raise ConfigError(

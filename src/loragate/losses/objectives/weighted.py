@@ -42,13 +42,7 @@ def profit(threshold: float = 0.1) -> WeightedCrossEntropy:
 
 
 def eaft(k: int = 20, power: float = 1.0, normalizer: float | None = None) -> WeightedCrossEntropy:
-    """EAFT, w = (top-k entropy / normaliser)^power.
-
-    Args:
-        k: support of the entropy, 20.
-        power: exponent, 1.
-        normalizer: None divides by log k; 3.0 reproduces the released code (0.14 % smaller weights).
-    """
+    """EAFT, w = (top-k entropy / normaliser)^power; None divides by log k, 3.0 is the released code's (0.14 % smaller weights)."""
     support_size(k, 1 << 30)
     if k == 0:
         raise ConfigError("EAFT's k is a number of tokens, at least 2; its authors use 20")

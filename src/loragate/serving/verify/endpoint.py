@@ -7,6 +7,7 @@ plugin takes, and in llama-server's `lora` list.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -94,7 +95,17 @@ class Endpoint:
         with_prompt_logprobs: bool = False,
     ) -> Answer:
         """See `Runtime`; raises LoragateError where the server refuses."""
-        return self._complete(self._form, target, prompt, tokens, forced, with_prompt_logprobs)
+        form = self._form
+        given: Any = list(prompt.ids) if form.ids else prompt.text
+        body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
+        body |= {"logprobs": TOP, **self._extra_fields(target)}
+        if form.echo and with_prompt_logprobs:
+            body["echo"] = True
+        if forced is not None:
+            body["logit_bias"] = {str(forced): BIAS}
+        if form.ids:
+            body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
+        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
         """See `Runtime`; by `/tokenize` where there is one."""
@@ -166,14 +177,19 @@ class Endpoint:
         self, settings: VerifySettings, files: Sequence[Mapping[str, Any]], others: Sequence[str]
     ) -> dict[str, str]:
         """{name of a target: the id of the adapter in llama-server's list}; "" for the base."""
-        stems = {PurePath(str(one.get("path"))).stem: str(one.get("id")) for one in files}
-        known = ", ".join(f"{stem} (id {index})" for stem, index in stems.items())
-        own = settings.served_adapter or (next(iter(stems)) if len(stems) == 1 else PurePath(settings.adapter).name)
+        listed = [(str(one.get("id")), PurePath(str(one.get("path")))) for one in files]
+        known = ", ".join(f"{path} (id {index})" for index, path in listed)
+        own = settings.served_adapter or (listed[0][0] if len(listed) == 1 else PurePath(settings.adapter).name)
         found: dict[str, str] = {BASE: ""}
-        for name, stem, flag in [(ADAPTER, own, "--served-adapter"), *((one, one, "--adapters") for one in others)]:
-            if stem not in stems and stem not in stems.values():
-                raise ConfigError(f"{self.url} has no LoRA file called {stem}, it has {known}; name it with {flag}")
-            found[name] = stems.get(stem, stem)
+        for name, asked, flag in [(ADAPTER, own, "--served-adapter"), *((one, one, "--adapters") for one in others)]:
+            # files of one name are usual: each export of loragate is called alike
+            meant = [index for index, path in listed if asked in (index, path.stem, str(path))]
+            if len(meant) != 1:
+                number = "several LoRA files" if meant else "no LoRA file"
+                raise ConfigError(
+                    f"{self.url} has {number} called {asked}, it has {known}; name one by its id with {flag}"
+                )
+            found[name] = meant[0]
         return found
 
     def _model(self, target: Target) -> str:
@@ -195,32 +211,13 @@ class Endpoint:
             return {"vllm_xargs": {"lora_scale": target.strength}}
         return {}
 
-    def _complete(
-        self,
-        form: RequestFormat,
-        target: Target,
-        prompt: Prompt,
-        tokens: int,
-        forced: int | None,
-        with_prompt_logprobs: bool,
-    ) -> Answer:
-        given: Any = list(prompt.ids) if form.ids else prompt.text
-        body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
-        body |= {"logprobs": TOP, **self._extra_fields(target)}
-        if form.echo and with_prompt_logprobs:
-            body["echo"] = True
-        if forced is not None:
-            body["logit_bias"] = {str(forced): BIAS}
-        if form.ids:
-            body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
-        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
-
     def _detect_request_format(self, probe: Prompt) -> RequestFormat:
         """The first of `REQUEST_FORMATS` that the server takes, without what it passes over."""
         said = ""
         for form in REQUEST_FORMATS:
+            self._form = form
             try:
-                answer = self._complete(form, Target(ADAPTER), probe, 2, None, True)
+                answer = self.complete(Target(ADAPTER), probe, 2, with_prompt_logprobs=True)
             except LoragateError as error:
                 said = str(error)
                 continue
@@ -275,7 +272,7 @@ class Endpoint:
             said = excerpt(error.read().decode(errors="replace"), 300)
             hint = f"; give its key in the environment variable {KEY}" if error.code in (401, 403) else ""
             raise LoragateError(f"{self.url}{path} answered with status {error.code}: {said}{hint}") from error
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise LoragateError(f"{self.url}{path} does not answer ({error}); is the server running?") from error
         except ValueError as error:
             raise LoragateError(
