@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loragate.analysis.rows import Interval, Row, bootstrap_ratio
+from loragate.analysis.rows import Interval, Row, bootstrap_ratio, distinct
 from loragate.display import pluralize
 from loragate.doctor.exam_context import ExamContext, Losses, Prompt, low_end, share_right
 from loragate.doctor.record import Answering, AnswerPair, Answers
@@ -183,19 +183,19 @@ def _percent(found: Interval | Estimate | Difference) -> str:
 
 @torch.no_grad()
 def end_probability(exam: ExamContext, rows: Sequence[Row]) -> Interval | None:
-    """Mean probability of all tokens that end an answer, where rows have one of them; None where fewer than two rows have.
+    """Mean probability of all tokens that end an answer, where rows have one of them; None where fewer than two texts have.
 
     Of whatever acts on the model at the moment.
     """
     ends = sorted(exam.loaded.endings.token_ids)
-    sums, counts = np.zeros(len(rows)), np.zeros(len(rows))
+    sums, counts, texts = np.zeros(len(rows)), np.zeros(len(rows)), distinct(rows)
     for batch, rows_T, ids_T in exam.reader.batches(rows, exam.settings.batch_size):
         at = np.isin(ids_T, ends).nonzero()[0]
         if len(at):
             states = exam.reader.states(batch)
             chosen = exam.reader.logits(states[torch.as_tensor(at, device=states.device)]).softmax(-1)[:, ends].sum(-1)
-            sums += np.bincount(rows_T[at], chosen.double().cpu().numpy(), minlength=len(rows))
-            counts += np.bincount(rows_T[at], minlength=len(rows))
+            sums += np.bincount(texts[rows_T[at]], chosen.double().cpu().numpy(), minlength=len(rows))
+            counts += np.bincount(texts[rows_T[at]], minlength=len(rows))
     return bootstrap_ratio(sums, counts) if (counts > 0).sum() > 1 else None
 
 

@@ -13,10 +13,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loragate import records
 from loragate.analysis.context import ReadsModel
-from loragate.analysis.rows import Array, Interval, Row, answer_rows, bootstrap_ratio, no_progress
+from loragate.analysis.rows import Array, Interval, Row, answer_rows, bootstrap_ratio, distinct, no_progress
 from loragate.data import EncodedRows, encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
 from loragate.data.formats import FORMATS, text_of
@@ -119,18 +120,19 @@ def shipped_prompts() -> tuple[Prompt, ...]:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of N rows: nats summed over a row's tokens [N], and tokens [N]."""
+    """Of N rows: nats summed over a row's tokens [N], tokens [N], and the number of its text (`distinct`) [N]."""
 
     sums: Array
     tokens: Array
+    texts: NDArray[np.int64]
 
     def mean(self) -> Interval:
-        """Nats per token, with its interval over rows."""
-        return bootstrap_ratio(self.sums, self.tokens)
+        """Nats per token, with its interval over texts: rows that repeat are drawn together."""
+        return bootstrap_ratio(np.bincount(self.texts, self.sums), np.bincount(self.texts, self.tokens))
 
     def paired_difference(self, other: Losses) -> Interval:
-        """The difference in nats per token on the same rows, paired, with its interval over rows."""
-        return bootstrap_ratio(self.sums - other.sums, self.tokens)
+        """The difference in nats per token on the same rows, paired, with its interval over texts."""
+        return replace(self, sums=self.sums - other.sums).mean()
 
 
 def low_end(interval: Interval) -> float:
@@ -363,7 +365,10 @@ class ExamContext(ReadsModel):
         file = self.folder / "losses.json"
         if not self._losses and file.exists():
             stored = records.read_object(file, "remove the file, and they are read again")
-            self._losses = {key: Losses(*map(np.array, value)) for key, value in stored.items()}
+            texts = {name: distinct(rows) for name, rows in self.scoring_rows.items()}
+            self._losses = {
+                key: Losses(*map(np.array, value), texts[key.partition(" as ")[0]]) for key, value in stored.items()
+            }
         key = f"{text} as {label}"
         if key not in self._losses:
             with acting:
@@ -441,7 +446,7 @@ class ExamContext(ReadsModel):
             found = self.reader.label_log_probs(batch).double().cpu().numpy()
             sums += np.bincount(rows_T, -found, minlength=len(rows))
             counts += np.bincount(rows_T, minlength=len(rows))
-        return Losses(sums, counts)
+        return Losses(sums, counts, distinct(rows))
 
 
 Part = Callable[[ExamContext], tuple[Any, list[Finding]]]

@@ -31,7 +31,7 @@ WEAKER, STRONGER = ("0.125", "0.0625"), ("4", "8", "16")
 HELDOUT_SECONDS = 20.0
 """For reading held-out questions: beside the answers within ten minutes."""
 FEWEST = 4
-"""Examples; an interval over fewer rows means nothing."""
+"""Examples that differ; an interval over fewer means nothing."""
 MATTERS = 0.05
 """Nats per token: a smaller difference of losses, 5 % in the probability of each token, is worth no warning."""
 SHARE_WEAKER, SHARE_STRONGER = 0.1, 0.5
@@ -147,8 +147,8 @@ def examine_learned(exam: ExamContext) -> tuple[Learned | None, list[Finding]]:
         heldout=None if heldout is None else heldout[1].mean(),
         heldout_base=None if heldout is None or heldout[0] is None else heldout[0].mean(),
     )
-    if len(curve.rows) < FEWEST:
-        exam.say(f"{pluralize(len(curve.rows), 'example')}: too few to judge the adapter by; {FEWEST} are needed")
+    if (different := len(np.unique(adapter.texts))) < FEWEST:
+        exam.say(f"{pluralize(different, 'different example')}: too few to judge the adapter by; {FEWEST} are needed")
         return learned, []
     return learned, [*_check_strength_and_base(curve), *_check_memorization(curve, heldout)]
 
