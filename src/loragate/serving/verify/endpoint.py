@@ -82,7 +82,7 @@ class Endpoint:
         strengths = () if self._strength_method == "none" else STRENGTHS
         self.scales_all_modules = self._strength_method == "lora"  # as llama.cpp does it
         self.targets = [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
-        self._form = self._detect_request_format(probe)
+        self._detect_request_format(probe)
 
     def complete(
         self,
@@ -94,7 +94,17 @@ class Endpoint:
         with_prompt_logprobs: bool = False,
     ) -> Answer:
         """See `Runtime`; raises LoragateError where the server refuses."""
-        return self._complete(self._form, target, prompt, tokens, forced, with_prompt_logprobs)
+        form = self._form
+        given: Any = list(prompt.ids) if form.ids else prompt.text
+        body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
+        body |= {"logprobs": TOP, **self._extra_fields(target)}
+        if form.echo and with_prompt_logprobs:
+            body["echo"] = True
+        if forced is not None:
+            body["logit_bias"] = {str(forced): BIAS}
+        if form.ids:
+            body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
+        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
         """See `Runtime`; by `/tokenize` where there is one."""
@@ -195,37 +205,18 @@ class Endpoint:
             return {"vllm_xargs": {"lora_scale": target.strength}}
         return {}
 
-    def _complete(
-        self,
-        form: RequestFormat,
-        target: Target,
-        prompt: Prompt,
-        tokens: int,
-        forced: int | None,
-        with_prompt_logprobs: bool,
-    ) -> Answer:
-        given: Any = list(prompt.ids) if form.ids else prompt.text
-        body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
-        body |= {"logprobs": TOP, **self._extra_fields(target)}
-        if form.echo and with_prompt_logprobs:
-            body["echo"] = True
-        if forced is not None:
-            body["logit_bias"] = {str(forced): BIAS}
-        if form.ids:
-            body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
-        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
-
-    def _detect_request_format(self, probe: Prompt) -> RequestFormat:
-        """The first of `REQUEST_FORMATS` that the server takes, without what it passes over."""
-        said = ""
+    def _detect_request_format(self, probe: Prompt) -> None:
+        """Go on with the first of `REQUEST_FORMATS` that the server takes, without what it passes over."""
         for form in REQUEST_FORMATS:
+            self._form = form
             try:
-                answer = self._complete(form, Target(ADAPTER), probe, 2, None, True)
-            except LoragateError as error:
-                said = str(error)
+                answer = self.complete(Target(ADAPTER), probe, 2, with_prompt_logprobs=True)
+            except LoragateError:
+                if form is REQUEST_FORMATS[-1]:
+                    raise
                 continue
-            return RequestFormat(form.ids, form.echo and bool(answer.prompt_logprobs))
-        raise LoragateError(said)
+            self._form = RequestFormat(form.ids, form.echo and bool(answer.prompt_logprobs))
+            return
 
     def _answer(self, reply: Mapping[str, Any], prompt: Prompt, tokens: int) -> Answer:
         choice = (reply.get("choices") or [{}])[0]
