@@ -52,13 +52,7 @@ ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
 PROMPTS = ("prompt", "question", "problem", "instruction", "query")
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*ANSWER_GRADERS, "tiny")
-ASKED = (
-    *CONTEXT,
-    *CHOICES,
-    "history",
-    "tools",
-    *MEDIA,
-)
+ASKED = (*CONTEXT, *CHOICES, "history", "tools", *MEDIA)
 """Columns that are part of a question, which is the prompt column alone."""
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
 PLACEHOLDERS = frozenset(
@@ -192,8 +186,11 @@ def read_dev(
             f"than {MIN_QUESTIONS} cannot tell variants "
             f"apart, so nothing would be chosen on them{less}"
         )
-    if why := _why_never_right(task, questions):
-        raise DataError(why)
+    for question in questions if task.grader == "tiny" else ():
+        if missing := [column for column in TINY_COLUMNS if column not in question.row]:
+            raise DataError(
+                f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
+            )
     warnings += _warn_of_placeholders(questions, source, name)
     warnings += check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox))
     found = replace(found, questions=questions, source=source, warnings=(*found.warnings, *warnings))
@@ -346,15 +343,6 @@ def _deduplicate(questions: Sequence[Question]) -> list[Question]:
                 f"{before.gold!r:.60}); remove the one that is wrong"
             )
     return list(first.values())
-
-
-def _why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
-    """Why no answer to a question could be found right; None where there is nothing in the way."""
-    for question in questions:
-        missing = [name for name in TINY_COLUMNS if task.grader == "tiny" and name not in question.row]
-        if missing:
-            return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
-    return None
 
 
 def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str) -> list[str]:

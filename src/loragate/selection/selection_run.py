@@ -222,14 +222,11 @@ class SelectionRun:
         run = RunFolder(self.folder)
         with run.locked():
             run.begin(self.identity, resume=resume, hints=template_hints(self.context.tokenizer))
-            self.announce()
+            # how much there is to do in all, and how much of it is done
+            self.report_progress("training", "")
+            if self.dev is not None:
+                self.report_progress("evaluating", "")
             yield
-
-    def announce(self) -> None:
-        """Report how much there is to do in all, and how much of it is done."""
-        self.report_progress("training", "")
-        if self.dev is not None:
-            self.report_progress("evaluating", "")
 
     def report_progress(self, stage: str, what: str, done: int = 0, note: str = "") -> None:
         """Report that `done` steps or answers of a trial or variant are done."""
