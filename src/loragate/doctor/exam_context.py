@@ -224,16 +224,8 @@ class ExamContext(ReadsModel):
                 else "lora_alpha"
             )
             return f"multiply its {keys} by {strength}, as one λ does not reach {self.unscaled_modules[0]}"
-        command = [
-            "loragate",
-            "export",
-            self.model_source.record_name,
-            "--base",
-            str(self.model_source.base),
-            "--constant",
-            strength,
-        ]
-        return f"{shlex.join(command)} --out OUT writes that adapter"
+        named = shlex.join([self.model_source.record_name, "--base", str(self.model_source.base)])
+        return f"loragate export {named} --constant {strength} --out OUT writes that adapter"
 
     @cached_property
     def examples(self) -> Rows | None:
@@ -367,7 +359,8 @@ class ExamContext(ReadsModel):
             stored = records.read_object(file, "remove the file, and they are read again")
             texts = {name: distinct(rows) for name, rows in self.scoring_rows.items()}
             self._losses = {
-                key: Losses(*map(np.array, value), texts[key.partition(" as ")[0]]) for key, value in stored.items()
+                key: Losses(np.array(sums), np.array(tokens), texts[key.partition(" as ")[0]])
+                for key, (sums, tokens) in stored.items()
             }
         key = f"{text} as {label}"
         if key not in self._losses:
@@ -395,13 +388,9 @@ class ExamContext(ReadsModel):
                 f"the {name} set is not asked: one λ for the whole adapter does not reach {self.unscaled_modules[0]}"
             )
             return {}
-        variants = {
-            "1": ModelVariant("adapter").with_temperature(0),
-            **({"0": ModelVariant("base").with_temperature(0)} if self.has_base else {}),
-        }
-        for value in strengths:
-            if value not in (0, 1):
-                variants[f"{value:g}"] = ModelVariant("adapter", f"λ={value:g}", scale=value).with_temperature(0)
+        variants = {"1": ModelVariant("adapter"), **({"0": ModelVariant("base")} if self.has_base else {})}
+        variants |= {f"{value:g}": ModelVariant.scaled(value) for value in strengths if value not in (0, 1)}
+        variants = {label: variant.with_temperature(0) for label, variant in variants.items()}
         folder, settings = self.folder / name, self.settings.dev if name == "dev" else DevSettings()
         dev = read_dev(self.dev_data if name == "dev" else self.retention_data, settings, name)
         longest = max((sum(label != IGNORE_INDEX for label in row["labels"]) for row in self.rows), default=0)
