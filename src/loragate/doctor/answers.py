@@ -204,12 +204,11 @@ def _check_stopping(
 ) -> list[Finding]:
     """`never-stops`: the end of its own examples is not learned, or answers that the base ends run on and on."""
     limit, count = exam.settings.max_new_tokens, len(adapter)
-    cut = sum(one.is_truncated for one in adapter)
+    cuts = [one.is_truncated for one in adapter]
+    cut = sum(cuts)
     before = None if base is None else [one.is_truncated for one in base]
     evidence = {"prompts": count, "cut": cut, "limit": limit, **({} if before is None else {"base_cut": sum(before)})}
-    found = (
-        f"{_format_counts([one.is_truncated for one in adapter], before)} met the limit of {pluralize(limit, 'token')}"
-    )
+    found = f"{_format_counts(cuts, before)} met the limit of {pluralize(limit, 'token')}"
     remedy = (
         "train it with the end of the turn among the labels: each response ends as the chat template ends it, and padding is "
         "another token than the end. Until then set a limit of tokens, or a stop text"
@@ -305,10 +304,15 @@ def _check_empty_answers(adapter: Sequence[AnswerTraits], base: Sequence[AnswerT
 # ---- thoughts and languages
 
 
+def _lost_share(lost: Sequence[bool]) -> float | None:
+    """The share that is lost of what the base does; None where that is not clearly more than `LOST`, or too few to say."""
+    share = _bootstrap_mean(lost) if len(lost) >= LEAST else None
+    return None if share is None or low_end(share) <= LOST else share.mean
+
+
 def _thoughts(adapter: Sequence[AnswerTraits], base: Sequence[AnswerTraits]) -> list[Finding]:
     lost = [not one.has_reasoning for one, before in zip(adapter, base, strict=True) if before.has_reasoning]
-    share = _bootstrap_mean(lost) if len(lost) >= LEAST else None
-    if share is None or low_end(share) <= LOST:
+    if _lost_share(lost) is None:
         return []
     message = (
         f"The base thinks before it answers {len(lost)} of {pluralize(len(base), 'prompt')}; the "
@@ -331,9 +335,9 @@ def _languages(adapter: Sequence[AnswerTraits], base: Sequence[AnswerTraits]) ->
             for one, before in zip(adapter, base, strict=True)
             if before.is_expected_language and (one.prompt.kind == "language") == foreign
         ]
-        share = _bootstrap_mean([one.is_wrong_language for one in both]) if len(both) >= LEAST else None
-        if share is not None and low_end(share) > LOST and (worst is None or share.mean > worst[0]):
-            worst = share.mean, [one for one in both if one.is_wrong_language], len(both)
+        share = _lost_share([one.is_wrong_language for one in both])
+        if share is not None and (worst is None or share > worst[0]):
+            worst = share, [one for one in both if one.is_wrong_language], len(both)
     if worst is None:
         return []
     _, strays, of = worst

@@ -89,6 +89,10 @@ class LossCurve:
         """Whether the adapter moves the losses at all; one that does not is not-applied, and has no chance to learn."""
         return self.base is None or bool((self.base.sums != self.losses_by_strength["1"].sums).any())
 
+    def loss(self, strength: str) -> float:
+        """Mean nats per token at a strength."""
+        return self.losses_by_strength[strength].mean().mean
+
     @property
     def gain(self) -> Interval | None:
         """Base minus adapter, nats per token."""
@@ -97,7 +101,7 @@ class LossCurve:
     def best(self, *, above: bool) -> str:
         """The strength of the lowest loss above 1, or between 0 and 1."""
         side = [s for s in self.losses_by_strength if (float(s) > 1 if above else 0 < float(s) < 1)]
-        return min(side, key=lambda s: self.losses_by_strength[s].mean().mean)
+        return min(side, key=self.loss)
 
     def improvement(self, strength: str) -> Interval:
         """Adapter as it is minus adapter at another strength, nats per token."""
@@ -111,11 +115,7 @@ class LossCurve:
     def evidence(self, **more: Any) -> dict[str, Any]:
         """Mean losses, by strength."""
         base = None if self.base is None else self.base.mean().mean
-        return {
-            "base": base,
-            "scales": {s: losses.mean().mean for s, losses in self.losses_by_strength.items()},
-            **more,
-        }
+        return {"base": base, "scales": {s: self.loss(s) for s in self.losses_by_strength}, **more}
 
 
 def examine_learned(exam: ExamContext) -> tuple[Learned | None, list[Finding]]:
@@ -205,8 +205,7 @@ def _check_strength_and_base(curve: LossCurve) -> list[Finding]:
                 Finding(
                     "too-strong",
                     "error",
-                    f"{worse}. At {weaker} times its strength it has {curve.losses_by_strength[weaker].mean().mean:.2f}: it acts "
-                    "too strongly",
+                    f"{worse}. At {weaker} times its strength it has {curve.loss(weaker):.2f}: it acts too strongly",
                     _strength_remedy(weaker),
                     {**evidence, "best": weaker},
                 )
@@ -262,14 +261,10 @@ def _other_strength(code: str, curve: LossCurve, strength: str, rows: str) -> Fi
     return Finding(
         code,
         "warning",
-        f"at {strength} times its strength the adapter has a loss of {curve.losses_by_strength[strength].mean().mean:.2f} nats "
-        "per token on its "
-        f"own examples, as it is {curve.losses_by_strength['1'].mean().mean:.2f}: {found.mean:.2f}{found.ends()} better on "
-        f"{rows}, where training "
-        "should have left the best strength at 1",
-        f"train longer or with a higher learning rate; or {_strength_remedy(strength)}"
-        if code == "too-weak"
-        else _strength_remedy(strength),
+        f"at {strength} times its strength the adapter has a loss of {curve.loss(strength):.2f} nats per token on its own "
+        f"examples, as it is {curve.loss('1'):.2f}: {found.mean:.2f}{found.ends()} better on {rows}, where training should have "
+        "left the best strength at 1",
+        "train longer or with a higher learning rate; or " * (code == "too-weak") + _strength_remedy(strength),
         curve.evidence(best=strength, better=found.mean, low=found.low, high=found.high),
     )
 

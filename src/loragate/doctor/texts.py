@@ -75,7 +75,7 @@ HITS, LEAD = 2, 1.5
 def detect_language(text: str) -> str | None:
     """ISO 639-1 code of the language; None where the text, without its code, shows none of the known ones clearly.
 
-    >>> detect_language("Das weiß ich leider nicht."), language_of("我不知道。"), language_of("42")
+    >>> detect_language("Das weiß ich leider nicht."), detect_language("我不知道。"), detect_language("42")
     ('de', 'zh', None)
     """
     text = re.sub(r"```.*?(```|\Z)", " ", text, flags=re.DOTALL)
@@ -117,7 +117,7 @@ def split_reasoning(prompt: str, answer: str) -> tuple[str, str | None]:
 
     The template may have opened the block: then the prompt ends in its mark.
 
-    >>> split_reasoning("", "<think>two and two</think>4"), split_thoughts("", "4")
+    >>> split_reasoning("", "<think>two and two</think>4"), split_reasoning("", "4")
     (('two and two', '4'), ('', '4'))
     """
     for begin, end in THOUGHTS:
