@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +238,7 @@ def train_without_selection(
     """Train one range and write it without evidence; on several processes only the main one writes."""
     require_no_artifact(out, context.origin.get("adapter_source"))
     count_gateable_modules(context, [trial])
-
-    def on_step(done: int, total: int, entropy: float | None) -> None:
-        on_event("training", trial.cell, done, total, "" if entropy is None else f"entropy {entropy:.3f}")
-
-    evidence = context.fit(trial, out / "run", on_step, resume=resume)
+    evidence = context.fit(trial, out / "run", partial(on_event, "training", trial.cell), resume=resume)
     evidence["selection"] = {"range": [trial.range.lower, trial.range.upper], "reason": SKIPPED}
     if process_state().is_main_process:
         save_artifact(context, out, evidence)

@@ -269,13 +269,8 @@ class SelectionRun:
 
     def make_step_callback(self, trial: Trial) -> OnStep:
         """Reports the steps of a trial's training."""
-
-        def on_step(done: int, total: int, entropy: float | None) -> None:
-            self.report_progress(
-                "training", self.trial_label(trial), done, "" if entropy is None else f"entropy {entropy:.3f}"
-            )
-
-        return on_step
+        what = self.trial_label(trial)
+        return lambda done, total, note: self.report_progress("training", what, done, note)
 
     def run_trial(self, trial: Trial) -> None:
         """Train a trial, and draw its greedy answers to the dev set; what is on file is only looked up.
