@@ -315,9 +315,8 @@ def _thoughts(adapter: Sequence[AnswerTraits], base: Sequence[AnswerTraits]) -> 
     if _lost_share(lost) is None:
         return []
     message = (
-        f"The base thinks before it answers {len(lost)} of {pluralize(len(base), 'prompt')}; the "
-        f"adapter leaves them out of {sum(lost)} "
-        "of these"
+        f"The base thinks before it answers {len(lost)} of {pluralize(len(base), 'prompt')}; the adapter leaves them out of "
+        f"{sum(lost)} of these"
     )
     remedy = (
         "if thinking is wanted, train on responses with their block of thoughts, which the base can write; if not, switch it off "
@@ -388,15 +387,13 @@ def _check_forgetting(exam: ExamContext, forgetting: dict[str, Interval]) -> lis
     ).mean
     much = low_end(whole) > FORGETS
     message = (
-        f"The base's own answers to {pluralize(len(read), 'everyday prompt')} lose {whole.mean:.2f} "
-        f"nats per token{whole.ends()} under the "
-        f"adapter: on average a token becomes {_times(whole.mean)} times less likely. The base's own uncertainty in them is "
-        f"{entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
+        f"The base's own answers to {pluralize(len(read), 'everyday prompt')} lose {whole.mean:.2f} nats per token{whole.ends()} "
+        f"under the adapter: on average a token becomes {_times(whole.mean)} times less likely. The base's own uncertainty in "
+        f"them is {entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
     )
     remedy = (
         f"see whether half its strength still does its task ({exam.format_rescale_command('0.5')}); in training, fewer steps, a "
-        "lower "
-        "rate, or some general examples among its own"
+        "lower rate, or some general examples among its own"
         if much
         else "an adapter for one task forgets some of the rest by design; less strength gives it back"
     )
@@ -412,9 +409,8 @@ def _retention_finding(kept: dict[str, np.ndarray]) -> list[Finding]:
     if loss.low <= RETENTION_LOSS:
         return []
     message = (
-        f"Of {pluralize(len(kept['0']), 'retention question')} the base answers {_percent(base)} "
-        f"right and the adapter {_percent(adapter)}: "
-        f"it loses {_percent(loss)}"
+        f"Of {pluralize(len(kept['0']), 'retention question')} the base answers {_percent(base)} right and the adapter "
+        f"{_percent(adapter)}: it loses {_percent(loss)}"
     )
     remedy = "use it at less strength where that keeps its own task, or mix such questions into its training"
     return [

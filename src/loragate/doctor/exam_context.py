@@ -267,9 +267,8 @@ class ExamContext(ReadsModel):
         lost = encoded.summary
         if lost.dropped or lost.truncated:
             self.say(
-                f"of {pluralize(lost.rows, 'row')} ({rows.source}) {lost.dropped} not read, as the "
-                f"prompt alone takes {length} tokens, "
-                f"and {lost.truncated} cut there; --max-length (max_length) reads more"
+                f"of {pluralize(lost.rows, 'row')} ({rows.source}) {lost.dropped} not read, as the prompt alone takes {length} "
+                f"tokens, and {lost.truncated} cut there; --max-length (max_length) reads more"
             )
         return encoded
 

@@ -272,9 +272,8 @@ def _other_strength(code: str, curve: LossCurve, strength: str, rows: str) -> Fi
 def _base_remedy(exam: ExamContext) -> str:
     return (
         f"check that {exam.model_source.base.name} is the very model that it was trained on (the same version and fine-tune, not "
-        "only "
-        "the same shape; name another with --base), and that these examples, in this chat template, are what it was trained on "
-        "by imitation: preference tuning (DPO, GRPO) need not make its chosen answers likelier"
+        "only the same shape; name another with --base), and that these examples, in this chat template, are what it was "
+        "trained on by imitation: preference tuning (DPO, GRPO) need not make its chosen answers likelier"
     )
 
 
@@ -317,9 +316,9 @@ def _check_memorization(curve: LossCurve, heldout: tuple[Losses | None, Losses] 
             Finding(
                 "memorised",
                 "note",
-                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are "
-                f"left on {pluralize(rows, 'example')}: "
-                f"the answers ({whole:.0f} nats each for the base) follow from their questions, or they were learnt by heart",
+                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are left on "
+                f"{pluralize(rows, 'example')}: the answers ({whole:.0f} nats each for the base) "
+                "follow from their questions, or they were learnt by heart",
                 f"give other questions of the same kind with answers (--dev-data) to know; if by heart, {remedy}",
                 {**evidence, "answer": whole},
             )

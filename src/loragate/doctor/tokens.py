@@ -157,8 +157,7 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
                 "tokenizer-differs",
                 "warning",
                 f"{where} has the base's tokens and splits text in another way: {excerpt(text)} is "
-                f"{pluralize(len(one), 'token')}, and "
-                f"{len(other)} with the base's",
+                f"{pluralize(len(one), 'token')}, and {len(other)} with the base's",
                 "use the tokenizer of its training with the adapter, in every program",
                 {
                     **evidence,

@@ -183,8 +183,7 @@ def read_dev(
         less = "".join(f"; left out: {count} also among {what}" for what, count in dropped.items())
         raise DataError(
             f"the {name} set {source} has {pluralize(len(questions), 'different question')}; fewer "
-            f"than {MIN_QUESTIONS} cannot tell variants "
-            f"apart, so nothing would be chosen on them{less}"
+            f"than {MIN_QUESTIONS} cannot tell variants apart, so nothing would be chosen on them{less}"
         )
     for question in questions if task.grader == "tiny" else ():
         if missing := [column for column in TINY_COLUMNS if column not in question.row]:
@@ -357,9 +356,8 @@ def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str)
             f"{lines}: all answers of the {name} set {source} are placeholders ({golds}); write the right ones"
         )
     return [
-        f"{len(empty)} of {pluralize(len(questions), 'right answer')} look like placeholders "
-        f"({golds}): {lines}; unless that is what should "
-        "be answered, write the right answer there, or remove these questions"
+        f"{len(empty)} of {pluralize(len(questions), 'right answer')} look like placeholders ({golds}): {lines}; unless that is "
+        "what should be answered, write the right answer there, or remove these questions"
     ]
 
 
@@ -447,10 +445,9 @@ def _overlap(shared: Mapping[str, Sequence[str]], what: str, name: str, count: i
         lines.append(f"and {len(shared) - SHARED} more")
     return "\n".join(
         [
-            f"{next(iter(shared))}: {len(shared)} of {pluralize(count, f'{name} question')} are "
-            f"also among {what}; a choice made on questions "
-            "that were trained on, or that the result is reported on, means nothing. Take other questions, or leave these out of "
-            f"the {name} set with --drop-overlap (drop_overlap=True):",
+            f"{next(iter(shared))}: {len(shared)} of {pluralize(count, f'{name} question')} are also among {what}; a choice "
+            "made on questions that were trained on, or that the result is reported on, means nothing. Take other questions, "
+            f"or leave these out of the {name} set with --drop-overlap (drop_overlap=True):",
             *lines,
         ]
     )

@@ -394,8 +394,7 @@ class SelectionRun:
                 return chosen, vetoed, retained
             vetoed[chosen.label] = (
                 f"loses {format_points(-lost.mean).lstrip('+')} points on the retention set (95 % interval "
-                f"{format_points(lost.low)} to "
-                f"{format_points(lost.high)})"
+                f"{format_points(lost.low)} to {format_points(lost.high)})"
             )
 
     def _record(

@@ -78,8 +78,7 @@ class LlamaCpp:
         except (RuntimeError, ValueError, IndexError) as error:  # of llama.cpp, and of the library's buffers
             raise LoragateError(
                 f"llama.cpp fails with {self._settings.llama_cpp} on a prompt of "
-                f"{pluralize(len(prompt.ids), 'token')} ({error}); --tokens "
-                "asks for shorter answers"
+                f"{pluralize(len(prompt.ids), 'token')} ({error}); --tokens asks for shorter answers"
             ) from error
         token_ids = tuple(int(step.token.removeprefix("token_id:")) for step in steps)
         return Answer(tuple(steps), token_ids, scores, "length", len(steps))
