@@ -79,7 +79,9 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
             # without --vllm-args, which may hold keys
             out.print("starting vLLM: " + shlex.join(command) + " …" * bool(settings.vllm_args))
             print_sampling(adapters)
-            print_unreached(adapters)
+            for name, adapter in adapters.items():
+                if adapter.needs_lambda and (note := unreached_note(adapter)):
+                    out.print(f"{name}: {note}")
             command += shlex.split(settings.vllm_args)
             environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
             if settings.dynamic:
@@ -391,13 +393,6 @@ def free_port(host: str, port: int) -> int:
             flag = f"--port {port}: {host}" if taken else f"--host {host}: it"
             raise ConfigError(f"{flag} cannot be served from ({error.strerror}); give another") from error
         return int(found.getsockname()[1])
-
-
-def print_unreached(adapters: Mapping[str, ModelSource]) -> None:
-    """Say of each adapter under a λ what it does not reach."""
-    for name, adapter in adapters.items():
-        if adapter.needs_lambda and (note := unreached_note(adapter)):
-            console().print(f"{name}: {note}")
 
 
 def print_sampling(adapters: Mapping[str, ModelSource]) -> None:
