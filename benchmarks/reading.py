@@ -7,22 +7,15 @@ picked on one half of the questions and scored on the other, and the reverse.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loragate.evaluation import compare
-from loragate.evaluation.statistics import CONFIDENCE, Difference
+from loragate.evaluation.statistics import Difference, compare_out_of_fold
 from loragate.files import write_text
-
-WIDER = 1.2
-"""Of the standard error of best against best: what lifts a setting on one half has it picked for the other, so the halves hang
-together. In simulations without an effect a paired standard error was too small by 8 to 18 %."""
 
 
 def scores(line: Mapping[str, Any]) -> np.ndarray:
@@ -57,8 +50,7 @@ def gap_of_best(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Diffe
     Args:
         one, other: of each seed, the score of each question under each setting, [settings, Q].
     """
-    gap = compare(*(np.mean([best_by_halves(seed) for seed in side], axis=0)[:, None] for side in (one, other)))
-    return replace(gap, stderr=WIDER * (gap.stderr or 0.0), p=math.nan).at(CONFIDENCE)
+    return compare_out_of_fold(*(np.mean([best_by_halves(seed) for seed in side], axis=0) for side in (one, other)))
 
 
 def report_command(

@@ -21,6 +21,7 @@ def test_a_record_survives_its_file(tmp_path):
     path = tmp_path / "selection.json"
     path.write_text(json.dumps(record.to_json()))
     assert read_selection_record(path) == record
+    assert ("schema" in selection_record(), json.loads(path.read_text())["schema"]) == (False, 1)
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,7 @@ class SelectionRecord:
         dev, retention: the sets of questions.
         left_out: {variant: why it is none here}.
         diverged: {trial: why} of trainings that did not stay finite.
+        schema: of this file.
     """
 
     rule: str
@@ -202,6 +203,7 @@ class SelectionRecord:
     retention: RetentionInfo | None = None
     left_out: dict[str, str] = field(default_factory=dict)
     diverged: dict[str, str] = field(default_factory=dict)
+    schema: Literal[1] = 1
 
     def to_json(self) -> dict[str, Any]:
         """What the file holds."""

@@ -172,7 +172,12 @@ def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
     assert main([*run, "--out", str(tmp_path / "run")]) == 0
     assert "the gates of" in said(capsys)
     results = read_record(tmp_path / "run" / "results.json")
-    assert [row.label for row in results.results] == ["adapter", "base", "adapter greedy"], "as the folder recommends"
+    assert [row.label for row in results.results] == [
+        "adapter",
+        "base",
+        "adapter greedy",
+        "base greedy",
+    ], "as the folder recommends"
     assert results.models["adapter"] == str(out / "adapter")
 
 

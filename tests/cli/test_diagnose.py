@@ -14,9 +14,15 @@ from loragate.analysis.delta_entropy import EntropyRecord
 from loragate.analysis.gates import GatesRecord, InterventionsRecord
 from loragate.cli.main import main
 from loragate.errors import LoragateError
+from loragate.evaluation.evaluate import evaluate
+from loragate.evaluation.prepared import prepare
 from loragate.evaluation.results import read_record
+from loragate.evaluation.settings import TaskSettings
+from loragate.evaluation.tasks import load_questions, load_task
+from loragate.evaluation.variants import ModelVariant
 from loragate.files import describe_os_error
-from tiny import tiny_rows, write_rows
+from loragate.models import open_model, resolve
+from tiny import tiny_rows, tiny_tokenizer, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +105,30 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
     reward = read(AlignmentRecord, tmp_path / "reward" / "alignment.json")
     assert (reward.about.settings["value"], reward.rows) == ("reward", 4), "questions; each has two answers"
+
+
+def test_one_cell_of_an_evaluated_sweep_is_read_by_the_folder_of_its_gates(place, tmp_path, capsys):
+    task, settings = load_task(place / "words.yaml"), TaskSettings(limit=2, samples=1)
+    tokenizer = tiny_tokenizer()
+    tasks = [prepare(task, load_questions(task, seed=0, limit=2), tokenizer, settings)]
+    cells = [ModelVariant("gated", f"[-3,2], seed {seed}", gates=str(tmp_path / f"cell-{seed}")) for seed in (0, 1)]
+    for cell in cells:
+        shutil.copytree(place / "gated", cell.gates)
+    evaluate(
+        open_model(resolve(str(place / "adapter"))).model,
+        tokenizer,
+        tasks,
+        [ModelVariant("adapter"), *cells],
+        tmp_path / "grid",
+    )
+    asked = ("--run", tmp_path / "grid")
+    assert diagnose(place, "gates", tmp_path / "none", *asked) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "holds answers of adapter, gated [-3,2], seed 0, gated [-3,2], seed 1, and none of gated;" in told
+    assert "or a cell of the sweep, --model" in told
+    assert diagnose(tmp_path, "gates", tmp_path / "one", *asked, model="cell-1") == 0
+    record = read(GatesRecord, tmp_path / "one" / "gates.json")
+    assert record.about.source.startswith("answers of the gated [-3,2], seed 1 model to words stored in")
 
 
 def test_tokens_of_stored_answers(place, tmp_path):

@@ -50,6 +50,16 @@ def test_a_task_result_by_hand() -> None:
     assert make_result("adapter", control="T=0.6", temperature=0.6).label == "adapter T=0.6"
 
 
+def test_a_result_is_found_under_the_name_that_is_printed() -> None:
+    cooler = make_result("adapter", control="T=0.6", temperature=0.6)
+    record = dataclasses.replace(make_record(), results=(make_result("gated"), make_result("adapter"), cooler))
+    task = cooler.task
+    assert record.find(task, "adapter T=0.6") is record.find(task, "adapter", "T=0.6") is cooler
+    assert record.find(task, "adapter").control is None
+    with pytest.raises(DataError, match=f"no result of base T=0.6 on {task}; it has: .*adapter T=0.6 on {task}"):
+        record.find(task, "base T=0.6")
+
+
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
     suite = SuiteResult("gated", suite_average([GATED, ADAPTER]), "math", None, compare_suites([GATED], [ADAPTER]))
     record = dataclasses.replace(make_record(), suites=(suite,), sandbox=None, canary={})
@@ -100,7 +110,24 @@ def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:
     (best, _) = dataclasses.replace(record, results=(warm, cool)).with_best_temperatures().results
     assert best.at_best is not None
     assert (best.at_best.temperature, best.at_best.score.mean) == (0.0, pytest.approx(1.0))
+    assert best.at_best.comparison is None, "the adapter's own"
     assert "At its best temperature" in score_markdown(record.to_json())
+
+
+def test_each_model_at_its_best_is_compared_with_the_adapter_at_its_own() -> None:
+    """A base that is level with the adapter greedily, and far better at T = 1."""
+    ids, results = tuple(map(str, range(40))), []
+    for kind, warm in (("adapter", 4), ("base", 20)):
+        for right, how in ((warm, {}), (36, {"control": "greedy", "temperature": 0.0})):
+            results.append(task_result("sums", kind, ids, *answered(np.arange(40)[:, None] < right), **how))
+    record = dataclasses.replace(make_record(), results=tuple(results)).with_best_temperatures()
+    best = record.find("sums", "base").at_best
+    assert best is not None
+    assert best.temperature == 0.0
+    assert best.comparison is not None
+    assert best.comparison.mean == pytest.approx(0.0)
+    assert best.comparison.low < 0 < best.comparison.high
+    assert "vs adapter 0.0," in score_markdown(record.to_json())
 
 
 @pytest.mark.parametrize(

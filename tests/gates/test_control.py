@@ -8,8 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
-from loragate.errors import GateError
-from loragate.gates import constant_gate
+from loragate.errors import ConfigError, GateError
+from loragate.gates import constant_gate, trace_gates
+from loragate.gates.attach import gate_modules
 from loragate.gates.control import Recorder
 from loragate.gates.range import Range
 from tiny import logits, shake
@@ -70,9 +71,34 @@ def test_overrides_nest_and_are_restored_after_an_error(gated, token_ids):
 
 
 def test_override_refuses_what_would_have_no_effect(gated, adapter):
-    for arguments, words in [({}, "no effect"), ({"constant": 1.0, "minimum": 0.0}, "not both")]:
+    for arguments, words in [
+        ({}, "no effect"),
+        ({"constant": 1.0, "minimum": 0.0}, "not both"),
+        ({"override": "unit", "minimum": 0.0}, "not both"),
+        ({"override": 0.5}, "numbers by name, as in constant=0.5"),
+    ]:
         with pytest.raises(GateError, match=words), lg.gate_override(gated, **arguments):
             pass
+    with pytest.raises(ConfigError, match="@untit is no known override of λ; did you mean 'unit'"):
+        lg.gate_override(gated, "untit").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("unit", {"minimum": 0, "maximum": 1}),
+        ("@clip=-1:2", {"minimum": -1, "maximum": 2}),
+        ("q_proj=0.5", {"constant": 0.5, "part": "q_proj"}),
+    ],
+)
+def test_an_override_may_be_given_as_it_stands_in_a_name(gated, token_ids, text, numbers):
+    with torch.no_grad():
+        free = gated(token_ids).logits
+        with lg.gate_override(gated, text):
+            named = gated(token_ids).logits
+        with lg.gate_override(gated, **numbers):
+            assert torch.equal(gated(token_ids).logits, named)
+    assert not torch.equal(named, free)
 
 
 def test_recorded_statistics_equal_a_direct_computation(gated, token_ids):
@@ -135,6 +161,25 @@ def test_what_is_no_mask_is_refused(gated, token_ids):
         recording.token_mask = torch.zeros_like(token_ids, dtype=torch.bool)
         gated(token_ids)
     assert recording.total() == {"tokens": 0.0, "modules": 0.0}
+
+
+def test_recordings_nest_and_each_counts_under_its_own_mask(gated, token_ids):
+    """A callback's, around a training step in which the trainer records for its own log."""
+    first = torch.zeros_like(token_ids, dtype=torch.bool)
+    first[:, 0] = True
+    with torch.no_grad(), lg.record_gates(gated) as outer:
+        with lg.record_gates(gated) as inner:
+            inner.token_mask = first
+            with trace_gates(gated) as traced:
+                gated(token_ids)
+        gated(token_ids)
+    tokens, modules = token_ids.numel(), len(traced)
+    assert [one.total()["tokens"] for one in (outer, inner)] == [2 * tokens, len(token_ids)]
+    lam = torch.stack([one for (one,) in traced.values()])
+    assert outer.total()["modules"] == inner.total()["modules"] == modules
+    assert outer.total()["mean"] == pytest.approx(float(lam.double().mean()), rel=1e-6)
+    assert inner.total()["mean"] == pytest.approx(float(lam[:, :, 0].double().mean()), rel=1e-6)
+    assert all(gate.recorder is None for gate in gate_modules(gated).values())
 
 
 class NoDoubles(TorchDispatchMode):

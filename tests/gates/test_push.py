@@ -196,10 +196,11 @@ def test_no_folder_of_this_machine_is_sent(place, tmp_path):
     adapter = folder / "adapter" / "adapter_config.json"
     adapter.write_text(json.dumps({**json.loads(adapter.read_text()), "corda_config": {"cache_file": f"{home}/c.pt"}}))
     assert b"lovelace" in adapter.read_bytes() + (folder / "README.md").read_bytes()
+    (folder / "adapter" / "tokenizer" / "README.md").write_text(f"made of {home}/c.pt")
     prepare_upload(folder, tmp_path / "sent", name="repo", base_id="someone/base")
     files = [path for path in (tmp_path / "sent").rglob("*") if path.is_file()]
     sent = {path.relative_to(tmp_path / "sent").as_posix(): path.read_bytes() for path in files}
-    assert sorted(sent) == SENT
+    assert sorted(sent) == sorted([*SENT, "adapter/tokenizer/README.md"])
     for name, content in sent.items():
         assert b"lovelace" not in content, name
     shown = json.loads(sent["gate_config.json"])["training"]

@@ -7,9 +7,8 @@ import loragate as lg
 from loragate.errors import GateError
 from loragate.gates import constant_gate
 from loragate.gates.attach import is_gated
-from loragate.gates.override import Override
+from loragate.gates.override import BANDS, Override
 from loragate.gates.strength import (
-    BANDS,
     family_of,
     kind_of,
     layer_bands,

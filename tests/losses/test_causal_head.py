@@ -15,7 +15,7 @@ from loragate.losses import (
     statistics_of_logits,
     verify_head,
 )
-from loragate.losses.causal_head import causal_model, response_mask
+from loragate.losses.causal_head import causal_model, response_mask, statistics_of_states
 from packed import packed
 from tiny import logits, tiny_adapter, tiny_base
 
@@ -73,7 +73,8 @@ def test_plain_and_wrapped_models_and_heads_that_take_the_slow_path(batch, name)
     scorer = Reader(model, types.SimpleNamespace(pad_token_id=0))
     states, mask = scorer.states(batch), response_mask(batch)
     assert (scorer.fused, states.shape) == (fused, (int(mask.sum()), 32 if fused else 160))
-    found = scorer.statistics(states, batch, StatisticsRequest(20))
+    labels_T = batch["labels"][:, 1:][mask]
+    found = statistics_of_states(states, scorer.head() if fused else None, labels_T, StatisticsRequest(20))
     assert_same(found, TokenStatistics(*(value[mask] for value in wanted[:3]), mask[mask], 20))
     assert add_statistics_forward(inner) is fused
     assert add_statistics_forward(inner) is fused, "twice is as good as once"

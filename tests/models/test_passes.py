@@ -62,7 +62,7 @@ def test_readers_and_masks_read_a_row_as_if_it_were_alone():
     reader = Reader(model, tokenizer)
     read, scored = {}, {}
     for size in (1, 4):
-        found = [(rows_T, reader.read(batch).log_prob) for batch, rows_T, _ in reader.batches(rows, size)]
+        found = [(rows_T, reader.label_log_probs(batch)) for batch, rows_T, _ in reader.batches(rows, size)]
         read[size] = np.concatenate([np.stack([rows_T, values.numpy()]) for rows_T, values in found], axis=1)
         windows = response_log_probs(model, rows, 0, per_device_train_batch_size=size)
         scored[size] = np.concatenate([values for window in windows for values in window])

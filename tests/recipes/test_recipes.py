@@ -334,6 +334,11 @@ def test_what_does_not_fit_is_warned_of_with_a_size_that_would():
     assert list(memory_warnings(read_recipe(LORA, {"sft.per_device_train_batch_size": size}))) == []
 
 
+def test_constants_that_are_no_numbers():
+    with pytest.raises(ConfigError, match="--constants half: expected numbers separated by commas"):
+        costs(read_recipe(LORA, {"eval.controls": "cheap", "eval.constants": "half"}))
+
+
 def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     """What a baseline costs beside LoRA, answers that are drawn, and the look that only transformers can take."""
     at = {
@@ -347,6 +352,10 @@ def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     assert 1.8 < times["eksft"] < 2.3, "two forward passes of the base, and two more of the adapter"
     assert "24,256 answers of at most 4,096 tokens" in at["lora"]["eval"].memory
     assert 0.5 < at["lora"]["eval"].hours < 3
+    cheap = costs(read_recipe("math/qwen2.5-math-1.5b/controls"))["eval"]
+    assert "318,360 answers of at most" in cheap.memory, (
+        "13 variants times 16 samples, and two greedy answers, to 1,516 questions"
+    )
     scale = costs(read_recipe("math/qwen2.5-math-1.5b/scale-auto"))
     look = costs(read_recipe("math/qwen2.5-math-1.5b/delta-entropy"))["diagnose"]
     assert look.hours > 48

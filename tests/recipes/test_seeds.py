@@ -30,7 +30,7 @@ def test_only_trainings_change():
         with_seed(read_recipe("math/qwen2.5-math-1.5b/base"), 7)
 
 
-@pytest.mark.parametrize("text", ["42", "42,42", "42,x", "1,,2"])
+@pytest.mark.parametrize("text", ["42", "42,42", "42,x", "1,,2", "42,²"])
 def test_seeds_that_are_none(text):
     with pytest.raises(ConfigError, match="two or more different whole numbers"):
         read_seeds(text)

@@ -281,6 +281,14 @@ def test_nor_is_the_base_or_the_adapter_better_that_the_other_beats_at_its_best_
     )
     assert said.score.startswith("t: adapter 30.0")
     assert found("better", 0.6, 0.7).advice.startswith("Use the base without the adapter")
+    close = {"mean": 0.01, "low": -0.02, "high": 0.04, "p": 0.5}
+    best = [{"at_best": {"temperature": 0.0, "score": estimate(one), "comparison": close}} for one in (0.6, 0.61)]
+    rows = [row("adapter", 0.3, at_best=best[0]["at_best"] | {"comparison": None})]
+    for name in ("base", "gated"):
+        said = banner(evaluation_record(*rows, row(name, 0.4, verdict="better", **best[1]))).advice
+        other = "the base" if name == "base" else "the gates"
+        assert said.endswith(f"has 60.0 % and {other} 61.0 %, no significant difference")
+        assert "Use the plain adapter at another temperature" in said or said.startswith(unsure)
     for base in (0.6, 0.7):
         assert found("worse", 0.6, base).advice.startswith(
             f"{unsure}; the adapter is better at the task's own temperature alone"

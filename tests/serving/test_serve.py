@@ -281,7 +281,7 @@ def test_adapters_come_and_go_while_the_server_runs(vllm_server: Running, folder
 def overridden(text: str) -> list[str]:
     """Greedy answers of transformers under an override; the adapter of "gated" is "adapter"."""
     model, override = model_of("gated"), parse_override(text)
-    with lg.gate_override(model, override.minimum, override.maximum, override.constant):
+    with lg.gate_override(model, override):
         return greedy(model)
 
 

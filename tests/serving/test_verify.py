@@ -14,9 +14,10 @@ from served_fake import FakeServer, running
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.errors import LoragateError
+from loragate.errors import ConfigError, LoragateError
 from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.checks import Checks, Prompts
+from loragate.serving.verify.endpoint import Endpoint
 from loragate.serving.verify.llama_cpp import LlamaCpp
 from loragate.serving.verify.served import Answer, Prompt, Step, Target, compare_answers
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
@@ -187,6 +188,9 @@ def test_what_cannot_be_checked_is_refused(folders, served, fails):
     assert "either --endpoint URL or --llama-cpp" in fails("verify", adapter)
     assert "is no adapter" in fails("verify", served / "base", "--endpoint", "http://127.0.0.1:1/v1")
     assert "does not answer" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1/v1", status=1)
+    assert "does not answer (nonnumeric port" in fails(
+        "verify", adapter, "--endpoint", "http://127.0.0.1:1a/v1", status=1
+    )
     assert "--lora has no effect" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1", "--lora", "a.gguf")
     assert "--adapters has no effect" in fails("verify", adapter, "--llama-cpp", "b.gguf", "--adapters", "a=b")
     by = ("--strength-by", "lora_scale")
@@ -328,3 +332,20 @@ def test_what_llama_cpp_refuses_while_it_generates_is_an_error_in_a_sentence(mon
     for how, said in (({}, "llama_decode returned 1"), ({"forced": 3}, "exceed context window")):
         with pytest.raises(LoragateError, match=rf"base\.gguf on a prompt of 2 tokens \(.*{said}"):
             runtime.complete(Target("base"), Prompt((5, 6), "a b"), 4, **how)
+
+
+def test_adapters_of_llama_server_are_told_apart_by_their_ids():
+    """Exports are all called alike, each in a folder of its own; which one is meant is asked for, not guessed."""
+    endpoint = Endpoint.__new__(Endpoint)
+    endpoint.url = "http://x"
+    files = [{"id": 0, "path": "a/adapter.gguf"}, {"id": 1, "path": "b/adapter.gguf"}]
+    by = {"0": "0", "1": "1", "a/adapter.gguf": "0"}
+    assert {
+        asked: endpoint._adapter_ids(VerifySettings(adapter="b/adapter", served_adapter=asked), files, [])["adapter"]
+        for asked in by
+    } == by
+    with pytest.raises(ConfigError, match=r"several LoRA files called adapter, it has a/adapter.gguf \(id 0\), b/"):
+        endpoint._adapter_ids(VerifySettings(adapter="b/adapter"), files, [])
+    with pytest.raises(ConfigError, match=r"no LoRA file called other, it has .*; name one by its id with --adapters"):
+        endpoint._adapter_ids(VerifySettings(adapter="b", served_adapter="1"), files, ["other"])
+    assert endpoint._adapter_ids(VerifySettings(adapter="whatever"), files[:1], []) == {"base": "", "adapter": "0"}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import loragate as lg
 from loragate.cli.main import main
@@ -46,6 +47,8 @@ def test_the_call_and_the_command_write_the_same_folder(place):
     assert (result.steps, result.rows) == (3, 10)
     assert contents(place / "called") == contents(place / "typed")
     assert (place / "called" / "run" / "run.json").read_bytes() == (place / "typed" / "run" / "run.json").read_bytes()
+    assert "auto_map" in json.loads((place / "base" / "tokenizer_config.json").read_text())
+    assert len(AutoTokenizer.from_pretrained("called")) == len(AutoTokenizer.from_pretrained("base"))
     assert PeftModel.from_pretrained(tiny_base(), "called").peft_config["default"].base_model_name_or_path
 
 

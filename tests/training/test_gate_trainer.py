@@ -165,8 +165,8 @@ def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("k", 2.5, "whole number"),
-        ("k", "20", "whole number"),
+        ("k", 2.5, "integer of at least 2"),
+        ("k", "20", "integer of at least 2"),
         ("k", 1, "at least 2"),
         ("adam_beta1", 1.5, "below 1"),
         ("max_steps", 0, "at least 1"),

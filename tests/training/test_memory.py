@@ -4,6 +4,7 @@ import json
 import logging
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,11 +116,11 @@ def test_where_nothing_is_known_of_memory_passes_stay(monkeypatch):
 
     monkeypatch.setattr(memory, "free_memory", unknown)
     asked = GateTrainingSettings(batch_size=24)
-    fitted, base = asked.fitted(100), tiny_adapter().get_base_model().to("meta")
-    assert memory.fit_passes(asked, fitted, base, 64, None, 8) == fitted
+    fitted, lengths, base = asked.fitted(100), np.full(100, 64), tiny_adapter().get_base_model().to("meta")
+    assert memory.fit_passes(asked, lengths, base, None, 8) == fitted
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # the model is sharded later
     monkeypatch.setenv("FSDP_VERSION", "2")
-    assert memory.fit_passes(asked, fitted, tiny_adapter().get_base_model(), 64, None, 8) == fitted
+    assert memory.fit_passes(asked, lengths, tiny_adapter().get_base_model(), None, 8) == fitted
 
 
 def test_the_largest_pass_that_fits_is_taken(monkeypatch):
@@ -134,10 +135,9 @@ def test_the_largest_pass_that_fits_is_taken(monkeypatch):
     }
     monkeypatch.setattr(memory, "free_memory", lambda device: (need[6] + need[4]) / 2)
     asked = GateTrainingSettings(batch_size=24)
-    fitted = asked.fitted(100)
-    assert fitted.per_device_train_batch_size == 8
-    given = model.get_base_model(), 64, None, 8
-    assert memory.fit_passes(asked, fitted, *given).per_device_train_batch_size == 4
-    assert memory.fit_passes(asked, fitted, *given, recorded=8).per_device_train_batch_size == 8
+    assert asked.fitted(100).per_device_train_batch_size == 8
+    given = np.full(100, 64), model.get_base_model(), None, 8
+    assert memory.fit_passes(asked, *given).per_device_train_batch_size == 4
+    assert memory.fit_passes(asked, *given, recorded=8).per_device_train_batch_size == 8
     asked = GateTrainingSettings(batch_size=24, per_device_train_batch_size=8)
-    assert memory.fit_passes(asked, asked.fitted(100), *given).per_device_train_batch_size == 8
+    assert memory.fit_passes(asked, *given).per_device_train_batch_size == 8

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import loragate as lg
+from loragate.data import load_rows
 from loragate.errors import ConfigError, TrainingError
 from loragate.losses import WeightedCrossEntropy
-from loragate.training import FineTuningSettings, GateTrainingSettings
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from loragate.training import FineTuningSettings, GateTrainingSettings, reference, training_rows
+from tiny import gate_values, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 SHARED = {
     "batch_size": 8,
@@ -200,8 +201,51 @@ def test_masks_and_references_reach_it():
     near = mine(rule=lambda stats, _: torch.exp(-stats.kl), requires=frozenset({"reference_kl"}))
     result = one(ONE, rows=rows, objective=near)
     assert result.history[1]["reference_kl"] > 1e-6, "one step away from the base"
-    with pytest.raises(ConfigError, match="Stage II has no reference model"):
-        two(TWO, rows=rows, objective=near)
+    gated = two(TWO, rows=rows, objective=near)
+    assert gated.history[0]["reference_kl"] > 1e-6, "of the adapter from its base"
+
+
+@dataclass(frozen=True)
+class Near(Margin):
+    """The paper's entropy, and a share of the KL to the base."""
+
+    name: str = "near"
+    k: int = 20
+    requires: frozenset = frozenset({"reference_kl"})
+    outputs: tuple = ("topk_entropy",)
+    gradients: tuple | None = ("topk_entropy",)
+
+    def loss(self, stats, context=None):
+        return stats.topk_entropy + self.share * stats.kl
+
+
+def test_gates_are_held_near_the_base_as_a_plain_loop_over_full_logits_holds_them(monkeypatch, tmp_path):
+    def entropies_and_kl(model, batch, k):
+        counted = batch["labels"][:, 1:] != -100
+        read = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        log_p = model(**read).logits[:, :-1][counted].log_softmax(-1)
+        with torch.no_grad(), model.disable_adapter():
+            log_base = model(**read).logits[:, :-1][counted].log_softmax(-1)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        lg.gates.train_gates_only(model)
+        return lg.topk_entropy(log_p, k) + 0.5 * (log_p.exp() * (log_p - log_base)).sum(-1)
+
+    monkeypatch.setattr(reference, "response_entropies", entropies_and_kl)
+    rows, tokenizer, model, plain = (
+        tiny_rows(8),
+        tiny_tokenizer(),
+        tiny_adapter(),
+        lg.attach_gates(tiny_adapter(), CONFIG),
+    )
+    settings = replace(TWO, batch_size=4, per_device_train_batch_size=2)
+    result = two(settings, rows, model, objective=Near(0.5), run_folder=tmp_path / "run")
+    _, encoded = training_rows(load_rows(rows), tokenizer, settings)
+    expected = reference.reference_loop(plain, list(encoded), settings, tokenizer.pad_token_id)
+    assert losses(result) == pytest.approx(expected, rel=1e-5)
+    for name, parameter in gate_values(model).items():
+        torch.testing.assert_close(parameter, gate_values(plain)[name], rtol=1e-4, atol=1e-7)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["reference"] == "base"
 
 
 @pytest.mark.parametrize(("train", "settings"), [(one, ONE), (two, TWO)], ids=["one", "two"])
@@ -243,7 +287,6 @@ def test_what_it_holds_is_checked(changed, told):
     [
         (mine(), "ce", "'mine' is given, and the setting objective is 'ce'"),
         (replace(mine(), name="entropy"), "entropy", "'entropy' is the name of a built-in objective"),
-        (mine(requires=frozenset({"reference_kl"})), "entropy", "Stage II has no reference model"),
         (probability, "entropy", "has no name, k, .*give WeightedCrossEntropy"),
     ],
 )
@@ -265,6 +308,28 @@ def test_a_loss_of_another_shape_is_refused_at_the_first_step(loss, told):
     objective = SimpleNamespace(**{**WHOLE, "loss": loss})
     with pytest.raises(ConfigError, match=told):
         one(ONE, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (
+            lambda stats, context: stats.topk_entropy * 1,
+            r"empty tensor. It is given log_prob, entropy: .*\(topk_entropy, perhaps",
+        ),
+        (
+            lambda stats, context: stats.log_prob,
+            "no gradient, so nothing could train. Of the statistics entropy carry one",
+        ),
+        (lambda stats, context: stats.entropy.detach(), r"keep that out of detach\(\)"),
+    ],
+    ids=["not in outputs", "not in gradients", "detached"],
+)
+@pytest.mark.parametrize(("train", "settings"), [(one, ONE), (two, TWO)], ids=["one", "two"])
+def test_a_loss_of_what_it_does_not_name_is_refused_at_the_first_step(train, settings, loss, told):
+    objective = SimpleNamespace(**{**WHOLE, "loss": loss, "gradients": ("entropy",)})
+    with pytest.raises(ConfigError, match=told):
+        train(settings, objective=objective)
 
 
 @pytest.mark.parametrize(("train", "settings"), [(one, ONE), (two, TWO)], ids=["one", "two"])

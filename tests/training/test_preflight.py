@@ -13,7 +13,7 @@ import torch
 
 from loragate.errors import ConfigError
 from loragate.models import Loading
-from loragate.training import GateTrainingSettings, preflight
+from loragate.training import FineTuningSettings, GateTrainingSettings, preflight
 from loragate.training.settings import LaunchSettings
 
 
@@ -87,6 +87,12 @@ def test_what_does_not_fit_is_refused(monkeypatch, given, environment, words):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
         begin(**given)
+
+
+def test_what_is_trained_is_known_before_a_model_is_loaded():
+    settings, asked = FineTuningSettings(objective="eksft", dora=True), LaunchSettings(strategy="fsdp2", processes=2)
+    with pytest.raises(ConfigError, match=r"(?s)KL to a reference.*DoRA"):
+        preflight.relaunch_if_requested(settings, asked, Loading(device="cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has several GPUs to take")

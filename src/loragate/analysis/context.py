@@ -264,21 +264,28 @@ class DiagnosticContext(ReadsModel):
                 f"{folder} holds no answers to read: its tasks were asked through lm-evaluation-harness, which loragate "
                 "diagnose does not read; give a run with other tasks"
             )
-        held = [variant.label for variant in evaluation.variants]
-        if of not in held:
+        held, variant = [one.label for one in evaluation.variants], ModelVariant(of)
+        cells = {str(Path(one.gates).resolve()): one for one in evaluation.variants if one.gates}  # of a sweep
+        if of == "gated" and "gated" in self.loaded.names:
+            variant = cells.get(str(Path(self.loaded.names["gated"]).resolve()), variant)
+        if variant.label not in held:
+            cell = f", or a cell of the sweep, --model {next(iter(cells))}" if cells else ""
             raise ConfigError(
                 f"--run {folder} holds answers of {', '.join(held)}, and none of {of}; give a run of `loragate eval --model "
-                f"{self.request.model}` (gates and alignment read those of another variant with --of)"
+                f"{self.request.model}`{cell} (gates and alignment read those of another variant with --of)"
             )
         names = comma_list(asked.tasks) or list(by_name)
         for name in names:
             if name not in by_name:
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")
-        variant, count = ModelVariant(of), settings.answers
+        count = settings.answers
         chosen = [by_name[name] for name in dict.fromkeys(names)]
         found = [stored_answers(evaluation, variant, prepared, count, asked.limit) for prepared in chosen]
         tasks = ", ".join(answers.prepared.task.name for answers in found)
-        return found, f"answers of the {of} model to {tasks} stored in {folder}, {count} per question at most"
+        return (
+            found,
+            f"answers of the {variant.label} model to {tasks} stored in {folder}, {count} per question at most",
+        )
 
     def answer_rows(self, answers: Answers, max_length: int | None = None) -> list[Row]:
         """The answers behind their prompts, see `loragate.analysis.rows.answer_rows`; what is left out or cut is said.

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from loragate.cli.arguments import Command
 from loragate.cli.options import EvaluationInputs
 from loragate.errors import ConfigError
-from loragate.validate import comma_list
+from loragate.evaluation.settings import parse_constants
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,7 @@ def run(options: EvalOptions) -> int:
     """Load, prove that adapter and gates act, sample, judge, tabulate."""
     if options.sweep and options.controls == "full":
         raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
-    try:
-        constants = [text if "=" in text else float(text) for text in comma_list(options.constants)]
-    except ValueError:
-        raise ConfigError(
-            f"--constants {options.constants}: expected numbers separated by commas, such as -0.5,0.5 or 0.5,lower=0.5"
-        ) from None
+    constants = parse_constants(options.constants)
     from loragate.cli import evaluation_runs
 
     if options.sweep:

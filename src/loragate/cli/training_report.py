@@ -71,7 +71,7 @@ def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
         )
         if share > 0.01:
             out.print(f"warning: {100 * share:.0f} % of the tokens are unknown to the tokenizer; is it the right one?")
-    out.print("first row, response between ⟦ and ⟧:")
+    out.print("first row in training order, response between ⟦ and ⟧:")
     out.print(preview(encoded[0], tokenizer))
 
 

@@ -46,11 +46,8 @@ def examine_strength(exam: ExamContext) -> tuple[Strength | None, list[Finding]]
     if not all(np.isfinite(one.sums).all() for found in read.values() for one in found.values()):
         exam.say("strengths are not compared: the model computes no finite predictions at every one of them")
         return None, []
-    answered: dict[str, dict[str, Array]] = {}
-    if exam.dev_data is not None and (scores := exam.score_questions("dev", STRENGTHS)):
-        answered["dev"] = scores
-    if exam.retention_data is not None and (scores := exam.score_questions("retention", STRENGTHS)):
-        answered["retention"] = scores
+    dev = {} if exam.dev_data is None else exam.score_questions("dev", STRENGTHS)
+    retention = {} if exam.retention_data is None else exam.score_questions("retention", STRENGTHS)
     kept = read[target]["1"] if target == "adapter" else None
     points = tuple(
         Point(
@@ -59,12 +56,12 @@ def examine_strength(exam: ExamContext) -> tuple[Strength | None, list[Finding]]
             strength,
             read[target][label].mean() if kept is None else read[target][label].paired_difference(kept),
             read["base"][label].paired_difference(own),
-            share_right(answered.get("dev", {}).get(label)),
-            share_right(answered.get("retention", {}).get(label)),
+            share_right(dev.get(label)),
+            share_right(retention.get(label)),
         )
         for label, (group, strength, _) in ways.items()
     )
-    judged = answered.get("dev")
+    judged = dev or None
     if judged is not None and max(judged["0"].mean(), judged["1"].mean()) <= ONE_POINT:
         how = f"task {exam.settings.dev_task}" if exam.settings.dev_task else f"grader {exam.settings.dev_grader}"
         exam.say(
@@ -147,11 +144,9 @@ def _sentences(
     """What to do, and what it gives back."""
     by_label = {point.label: point for point in points}
     whole = by_label["1"]
-    of = {
-        "loss": "the loss on the examples",
-        "kept": "its own answers",
-        "accuracy": "its score on the dev set",
-    }[decided]
+    of = {"loss": "the loss on the examples", "kept": "its own answers", "accuracy": "its score on the dev set"}[
+        decided
+    ]
     lost = whole.retention
     takes = lost.mean > 0
     moved = lost if takes else Interval(-lost.mean, *(None if end is None else -end for end in (lost.high, lost.low)))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -127,9 +127,8 @@ def score_stored_answers(engine: Engine, tokenizer: Any, samples: Mapping[Path, 
         if first:
             ids, _ = tokenize_prompts(tokenizer, [prepared.prompts[one.question] for one in first], 1, None)
             texts += [(before, one.token_ids) for before, one in zip(ids, first, strict=True)]
-    indices = sorted(
-        {at * len(texts) // ANSWERS for at in range(ANSWERS)} if texts else ()
-    )  # evenly apart, over all tasks
+    # evenly apart, over all tasks
+    indices = sorted({at * len(texts) // ANSWERS for at in range(ANSWERS)} if texts else ())
     rows = [(texts[at][0], texts[at][1][:TOKENS]) for at in indices]
     pairs = [([*before, *after[:at]], [after[at]]) for before, after in rows for at in range(len(after))]
     found = iter([logprob for logprob, _ in engine.log_likelihoods(pairs)])
@@ -189,11 +188,7 @@ def check_logprobs(
         served: what `score_stored_answers` gave.
         dtype: of the engine; "auto" may be any of 16 bits.
     """
-    kinds: dict[Kind, tuple[Kind, ...]] = {
-        "base": ("base",),
-        "adapter": ("base", "adapter"),
-        "gated": ("base", "adapter", "gated"),
-    }
+    kinds: tuple[Kind, ...] = get_args(Kind)  # each with those before it beneath it
     usual = LOGPROB_TOLERANCES.get(dtype, LOGPROB_TOLERANCES["16 bits"])
     limits = dict.fromkeys(served, usual)
     own: dict[ModelVariant, LogprobDifference] = {}
@@ -206,7 +201,7 @@ def check_logprobs(
                 doubtful[variant] = rescore_answers(loaded.model, answers)
         others[variant] = {
             kind: _mean(loaded, kind, answers)
-            for kind in kinds[loaded.kind]
+            for kind in kinds[: kinds.index(loaded.kind) + 1]
             if strip_sampling(variant) != ModelVariant(kind)
         }
     if doubtful:

@@ -11,7 +11,7 @@
       results.json                      the record (`results.py`)
 
 This is the only scorer of the package: `loragate eval`, the dev set of `calibrate` and `sweep`, `quickstart` and the diagnostics
-all run an `Evaluation`. `evaluate` makes one of a model in memory; `Evaluation.of` makes one of a request:
+all run an `Evaluation`. `evaluate` makes one of a model in memory; `Evaluation.from_request` makes one of a request:
 
     request = Request("gated", Path("runs/math"), TaskSettings(suite="math"))
     tasks = request.check()                                # refuses what could not be judged, before anything is loaded
@@ -229,21 +229,10 @@ class Evaluation:
         """Add the variants to those of the folder; one that is known must have the gates that it had."""
         path = self.folder / VARIANTS
         known = read_object(path, "choose another --out") if path.is_file() else {}
-        wanted = {
-            one.label: {
-                **to_json(one),
-                "gates_sha256": _gates_sha256(one.gates),
-            }
-            for one in self.variants
-        }
+        wanted = {one.label: {**to_json(one), "gates_sha256": _gates_sha256(one.gates)} for one in self.variants}
         # gates are known by what they hold, so that folders can be moved
         before, now = (
-            {
-                label: {key: value for key, value in found[label].items() if key != "gates"}
-                for label in wanted
-                if label in known
-            }
-            for found in (known, wanted)
+            {label: {**found[label], "gates": None} for label in wanted if label in known} for found in (known, wanted)
         )
         require_same_identity(path, before, now, "repeat the command with the same gates, or choose another --out")
         write_json(path, {**known, **wanted})
@@ -285,8 +274,9 @@ class Evaluation:
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 models=self.models,
                 tasks=tuple(
-                    prepared.info(grader := self._grader(prepared), self._pattern(prepared, grader))
+                    prepared.info(grader, pattern_of(prepared.task, self.grading) if grader == "regex" else "")
                     for prepared in self.tasks
+                    for grader in [self._grader(prepared)]
                 ),
                 results=tuple(found.values()),
                 suites=tuple(self._averages(found)),
@@ -354,9 +344,6 @@ class Evaluation:
     def _grader(self, prepared: PreparedTask) -> str:
         return resolve_grader(prepared.task, self.grading.grader)
 
-    def _pattern(self, prepared: PreparedTask, grader: str) -> str:
-        return pattern_of(prepared.task, self.grading) if grader == "regex" else ""
-
     def sample(self, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
         """Draw what is missing of one variant's answers."""
         missing = []
@@ -410,8 +397,8 @@ class Evaluation:
             [question.id for question in questions],
             samples,
             grades,
-            votes=grader
-            not in (*CODE_GRADERS, "lm-eval"),  # no two programs are the same text; the harness draws one answer
+            # no two programs are the same text; the harness draws one answer
+            votes=grader not in (*CODE_GRADERS, "lm-eval"),
             adapter=adapter,
             control=variant.control,
             temperature=variant.temperature,

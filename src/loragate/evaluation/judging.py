@@ -146,13 +146,10 @@ def require_graders(tasks: Sequence[Task], settings: GradingSettings) -> None:
 
 def grader_version(grader: str) -> str:
     """What a verdict depends on beside the answer."""
-    packages = [
-        "loragate",
-        *(("math-verify", "sympy") if grader == "math_verify" else ("lm_eval",) if grader == "lm-eval" else ()),
-    ]
-    return ", ".join(
-        f"{package} {version}" for package, version in package_versions(packages).items() if package in packages
-    )
+    libraries = {"math_verify": ("math-verify", "sympy"), "lm-eval": ("lm_eval",)}.get(grader, ())
+    packages = ("loragate", *libraries)
+    versions = package_versions(packages)
+    return ", ".join(f"{package} {versions[package]}" for package in packages)
 
 
 def grading_fingerprint(

@@ -27,6 +27,7 @@ from loragate.evaluation.statistics import (
     SuiteEstimate,
     average_at_k,
     compare,
+    compare_out_of_fold,
     dft_rounded_mean,
     majority_at_k,
     out_of_fold,
@@ -86,10 +87,13 @@ class BestTemperatureScore:
     Attributes:
         temperature: the best on all questions, 0 for greedy.
         score: out of fold (`statistics.out_of_fold`), so that picking the temperature has not flattered it.
+        comparison: difference to the adapter at its best temperature, with the 95 % interval of `statistics.compare_out_of_fold`;
+            None for the adapter itself, and where there is none.
     """
 
     temperature: float
     score: Estimate
+    comparison: Difference | None = None
 
 
 @dataclass(frozen=True)
@@ -213,11 +217,15 @@ class EvaluationRecord:
     schema: Literal[1] = 1
 
     def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:
-        """Return a result; raises `DataError`, naming those there are, when it is absent."""
-        for result in self.results:
-            if (result.task, result.variant, result.control) == (task, variant, control):
-                return result
+        """Return a result, named as it is printed ("base T=0.7") or in two parts ("base", "T=0.7").
+
+        Raises:
+            DataError: naming those there are, when it is absent.
+        """
         name = variant if control is None else f"{variant} {control}"
+        for result in self.results:
+            if (result.task, result.label) == (task, name):
+                return result
         found = ", ".join(f"{result.label} on {result.task}" for result in self.results) or "none"
         raise DataError(f"the record has no result of {name} on {task}; it has: {found}.")
 
@@ -234,13 +242,18 @@ class EvaluationRecord:
             # results that differ in temperature alone
             if result.control in (None, temperature_label(temperature)):
                 by_temperature.setdefault((result.task, result.variant), {})[temperature] = result
+        columns = {
+            key: np.array([one.question_scores for one in found.values()]).T for key, found in by_temperature.items()
+        }
+        bests = {key: out_of_fold(means_QS) for key, means_QS in columns.items()}  # the same halvings for all
         results = list(self.results)
         for index, result in enumerate(results):
-            found = by_temperature.get((result.task, result.variant), {})
-            if result.control is None and len(found) > 1:
-                means_QS = np.array([one.question_scores for one in found.values()]).T
-                best = list(found)[int(np.argmax(means_QS.mean(axis=0)))]
-                at_best = BestTemperatureScore(best, average_at_k(out_of_fold(means_QS)[:, None]))
+            key = (result.task, result.variant)
+            if result.control is None and len(by_temperature.get(key, {})) > 1:
+                best = list(by_temperature[key])[int(np.argmax(columns[key].mean(axis=0)))]
+                adapter = bests.get((result.task, "adapter")) if result.variant != "adapter" else None
+                versus = None if adapter is None else compare_out_of_fold(bests[key], adapter)
+                at_best = BestTemperatureScore(best, average_at_k(bests[key][:, None]), versus)
                 results[index] = dataclasses.replace(result, at_best=at_best)
         return dataclasses.replace(self, results=tuple(results))
 

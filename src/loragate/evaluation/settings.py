@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from loragate.validate import PositiveFloat, PositiveInt, UnitInterval
+from loragate.errors import ConfigError
+from loragate.validate import PositiveFloat, PositiveInt, UnitInterval, comma_list
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,13 @@ class GradingSettings:
     sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
     workers: PositiveInt = 2
     timeout: PositiveFloat = 10.0
+
+
+def parse_constants(text: str) -> list[float | str]:
+    """The λ of --constants, each a number or, for a part of the model, as "lower=0.5"; a ConfigError for anything else."""
+    try:
+        return [one if "=" in one else float(one) for one in comma_list(text)]
+    except ValueError:
+        raise ConfigError(
+            f"--constants {text}: expected numbers separated by commas, such as -0.5,0.5 or 0.5,lower=0.5"
+        ) from None

@@ -27,6 +27,7 @@ DRAWS = 10_000
 _CHUNK = 4_000_000
 """Question draws held in memory at once by the bootstrap."""
 HALVINGS = 10  # of the questions, in `out_of_fold`
+WIDER = 1.2  # of the standard error of best against best, see `compare_out_of_fold`
 
 Array = NDArray[np.float64]
 
@@ -117,6 +118,20 @@ def out_of_fold(means_QS: Array, seed: int = 0) -> Array:
             pick = int(np.argmax(means_QS[here].mean(axis=0))) if len(here) else 0
             found[there] += means_QS[there, pick] / HALVINGS
     return found
+
+
+def compare_out_of_fold(one_Q: Array, other_Q: Array) -> Difference:
+    """Compare two scores of `out_of_fold`, best against best, [Q] each; as `compare`, with 1.2 times its standard error.
+
+    What lifts a column on one half has it picked for the other, so the halves hang together: in simulations without an effect a
+    paired standard error was too small by 8 to 18 %.
+    """
+    found = compare(one_Q[:, None], other_Q[:, None])
+    if found.stderr is None or found.df is None:
+        return found
+    stderr = WIDER * found.stderr
+    p = float(2 * stdtr(found.df, -abs(found.mean) / stderr))
+    return replace(found, stderr=stderr, p=p).at(found.confidence)
 
 
 def compare(scores_a: ArrayLike, scores_b: ArrayLike) -> Difference:

@@ -31,6 +31,7 @@ from loragate.gates import (
 from loragate.gates.control import as_base, base_unavailable_reason
 from loragate.gates.override import Override, parse_override
 from loragate.generation import SamplingConfig
+from loragate.generation.transformers_engine import pad_rows
 from loragate.models.source import Kind
 
 CONTROLS = ("alone", "none", "cheap", "full")
@@ -181,8 +182,7 @@ def activate_variant(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[
             if variant.random is not None:
                 stack.enter_context(_random(model, variant.random))
             if variant.override is not None:
-                override = parse_override(variant.override)
-                stack.enter_context(gate_override(model, **vars(override)))
+                stack.enter_context(gate_override(model, variant.override))
         yield
 
 
@@ -218,9 +218,8 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind, *, ba
         raise GateError(f"canary: the variant of the base would not be the base. {reason}")
     # [prompts, longest], padded on the right, where causal attention does not see the padding
     rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
-    width, device = max(map(len, rows)), next(model.parameters()).device
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    device = next(model.parameters()).device
+    ids, mask = (one.to(device) for one in pad_rows(rows, 0, "right"))
     if kind == "adapter":
         adapter = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
         with as_base(model) if base else model.disable_adapter():

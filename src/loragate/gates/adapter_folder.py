@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -92,33 +92,18 @@ class UnusableAdapterError(ArtifactError):
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The files of an adapter, as far as they can be read.
-
-    Attributes:
-        path: the folder.
-        config: adapter_config.json; empty where it cannot be read.
-        files: names of the files directly in the folder.
-        weights: the file that holds the tensors; None where there is none.
-        tensors: {key as in the file: (dtype, shape)}; empty where they cannot be read.
-        non_lora_changes: what the adapter changes beside LoRA's factors, each in words; where it is not empty, λ = 0 is not the
-            base.
-        findings: errors first.
-    """
+    """The files of an adapter, as far as they can be read."""
 
     path: Path
-    config: dict[str, Any]
-    files: tuple[str, ...]
-    weights: Path | None
-    tensors: TensorSpecs
-    non_lora_changes: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    config: dict[str, Any]  # adapter_config.json; empty where it cannot be read
+    files: tuple[str, ...]  # names of those directly in the folder
+    weights: Path | None  # the file that holds the tensors
+    tensors: TensorSpecs  # empty where they cannot be read
+    non_lora_changes: tuple[str, ...]  # beside LoRA's factors, in words; where it is not empty, λ = 0 is not the base
+    findings: tuple[Finding, ...]  # errors first
 
     def require_usable(self, purpose: Purpose = "load") -> None:
-        """Refuse the folder for a purpose ("load", "gate" or "serve").
-
-        Raises:
-            UnusableAdapterError: with the first finding that forbids it, and how many more there are.
-        """
+        """Refuse the folder for a purpose ("load", "gate" or "serve"): UnusableAdapterError with the first finding that does."""
         found = [one for one in self.findings if one.forbids(purpose)]
         if found:
             more = f" ({len(found) - 1} more faults: loragate doctor --quick lists them)" if len(found) > 1 else ""
@@ -150,7 +135,7 @@ def _inspect_folder(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> A
     """Of one state of a folder; a command asks several times."""
     names = tuple(name for name, _, _ in stamps)
     config, found = _read_config(folder, names)
-    weights, tensors, more = _read_weights(folder, names, config)
+    weights, tensors, more = _read_weights(folder, names)
     found += more
     beside: tuple[str, ...] = ()
     if config:
@@ -205,9 +190,7 @@ def _read_config(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], 
 # ---- the weights
 
 
-def _read_weights(
-    folder: Path, names: tuple[str, ...], config: Mapping[str, Any]
-) -> tuple[Path | None, TensorSpecs, list[Finding]]:
+def _read_weights(folder: Path, names: tuple[str, ...]) -> tuple[Path | None, TensorSpecs, list[Finding]]:
     """(the file, {key: (dtype, shape)}, what is wrong with them); one pass over the values."""
     name = next((one for one in (ADAPTER_WEIGHTS, PICKLED_WEIGHTS) if one in names), None)
     if name is None:
@@ -221,7 +204,7 @@ def _read_weights(
         if name == ADAPTER_WEIGHTS:
             with safe_open(str(path), framework="pt") as stored:
                 keys = list(stored.keys())
-                return path, *_inspect_tensors(path, ((key, stored.get_tensor(key)) for key in keys), config)
+                return path, *_inspect_tensors(path, ((key, stored.get_tensor(key)) for key in keys))
         state = load_pickled(path)
     except (SafetensorError, OSError) as error:
         return path, {}, _error("weights-absent", f"{path}: not a readable safetensors file ({error})", again)
@@ -233,7 +216,7 @@ def _read_weights(
         message = f"{path}: expected tensors by their names, found {held or 'nothing'}"
         remedy = "save the adapter alone, with PEFT's save_pretrained"
         return path, {}, _error("other-format", message, remedy)
-    return path, *_inspect_tensors(path, iter({str(key): value for key, value in state.items()}.items()), config)
+    return path, *_inspect_tensors(path, ((str(key), value) for key, value in state.items()))
 
 
 def _weights_absent_finding(folder: Path, names: tuple[str, ...]) -> Finding:
@@ -251,9 +234,7 @@ def _weights_absent_finding(folder: Path, names: tuple[str, ...]) -> Finding:
     )
 
 
-def _inspect_tensors(
-    path: Path, stored: Iterator[tuple[str, torch.Tensor]], config: Mapping[str, Any]
-) -> tuple[TensorSpecs, list[Finding]]:
+def _inspect_tensors(path: Path, stored: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpecs, list[Finding]]:
     """Dtypes and shapes of the tensors, and what their values tell."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     broken, empty, integers, zero, factors = [], [], [], [], 0
@@ -276,12 +257,7 @@ def _inspect_tensors(
         found.append(Finding("weights-absent", "error", f"{path} holds no tensor", "have its training write it again"))
     for keys, code, what, remedy in (
         (empty, "weights-absent", "are empty", _ZERO3),
-        (
-            integers,
-            "other-format",
-            "hold whole numbers, a quantised form that PEFT would read as plain numbers",
-            _PLAIN,
-        ),
+        (integers, "other-format", "hold whole numbers, a quantised form that PEFT would read as plain ones", _PLAIN),
         (broken, "weights-not-finite", "hold values that are not finite (NaN or infinity)", _DIVERGED),
     ):
         if keys:
@@ -289,18 +265,11 @@ def _inspect_tensors(
             message = f"{path}: {len(keys)} of its {len(tensors)} tensors {what}, such as {keys[0]}"
             found.append(Finding(code, "error", message, remedy, evidence))
     if zero:
-        whole = len(zero) == factors
-        found.append(
-            Finding(
-                "weights-zero" if whole else "weights-partly-zero",
-                "warning",
-                f"{path}: {len(zero)} modules have B = 0 (of {factors}; such as {zero[0]}), never trained: nothing to gate there",
-                "take the adapter after its training"
-                if whole
-                else "where these modules were to be trained, look for what froze them",
-                {"keys": zero[:8], "count": len(zero), "of": factors},
-            )
-        )
+        code, remedy = "weights-partly-zero", "where these modules were to be trained, look for what froze them"
+        if len(zero) == factors:
+            code, remedy = "weights-zero", "take the adapter after its training"
+        message = f"{path}: {len(zero)} modules have B = 0 (of {factors}; such as {zero[0]}), never trained: nothing to gate there"
+        found.append(Finding(code, "warning", message, remedy, {"keys": zero[:8], "count": len(zero), "of": factors}))
     if tensors and not any(split_factor_key(key)[1] for key in tensors):
         found.append(_foreign_keys_finding(path, tensors))
     return tensors, found

@@ -7,17 +7,16 @@ language model, did its making change the base, do ranks and scale fit, is a par
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
-from loragate.errors import ArtifactError
+from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling, without_adapter_name
+from loragate.validate import PositiveInt, UnitInterval, validate
 
 Severity = Literal["error", "warning", "note"]
 Purpose = Literal["load", "gate", "serve"]
@@ -71,21 +70,13 @@ _OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(?:\.|$)")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about an adapter's folder that its user should know.
+    """One thing about an adapter's folder that its user should know."""
 
-    Attributes:
-        code: kind of finding, such as "weights-absent"; stable, for programs.
-        severity: "error" forbids every use, a "warning" some, a "note" none.
-        message: what was found, with file and key.
-        remedy: what to do; empty where there is nothing to do.
-        evidence: the figures and names behind it, JSON-able.
-    """
-
-    code: str
-    severity: Severity
-    message: str
-    remedy: str = ""
-    evidence: dict[str, Any] = field(default_factory=dict)
+    code: str  # kind of finding, such as "weights-absent"; stable, for programs
+    severity: Severity  # "error" forbids every use, a "warning" some, a "note" none
+    message: str  # what was found, with file and key
+    remedy: str = ""  # what to do; empty where there is nothing to do
+    evidence: dict[str, Any] = field(default_factory=dict)  # the figures and names behind it, JSON-able
 
     def forbids(self, purpose: Purpose) -> bool:
         """Whether the adapter cannot be used so: "load" (run it), "gate" (train gates on it) or "serve" (in vLLM)."""
@@ -144,65 +135,54 @@ def base_change_reason(init_lora_weights: Any) -> str:
     )
 
 
+# what the keys that a loader relies on may hold
+_TEXT, _NAMES = (str | None, "a text"), (list[str] | None, "a list of names")
+_CONFIG_KEYS: dict[str, tuple[Any, str]] = {
+    "r": (PositiveInt, "a whole number above 0"),
+    "lora_alpha": (float, "a number"),
+    "rank_pattern": (dict[str, int] | None, "whole numbers by patterns of module names"),
+    "alpha_pattern": (dict[str, float] | None, "numbers by patterns of module names"),
+    "lora_dropout": (UnitInterval | None, "between 0 and 1"),
+    "target_modules": (list[str] | str | None, "a list of module names or one pattern"),
+    "modules_to_save": _NAMES,
+    "target_parameters": _NAMES,
+    "layers_to_transform": (list[int] | int | None, "a layer's number, a list of them, or null for all layers"),
+    "bias": (Literal["none", "all", "lora_only"], "'none', 'all' or 'lora_only'"),
+    "base_model_name_or_path": _TEXT,
+    "revision": _TEXT,
+    "task_type": _TEXT,
+}
+
+
 def config_errors(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that a loader relies on, and that hold something else."""
-    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout") or 0.0
-    if not (_is_integer(rank) and rank > 0):
-        yield f"key 'r' must be a whole number above 0, found {rank!r}"
-    if not _number(alpha):
-        yield f"key 'lora_alpha' must be a number, found {alpha!r}"
-    for key, holds, what in (("rank_pattern", _is_integer, "whole numbers"), ("alpha_pattern", _number, "numbers")):
-        pattern = config.get(key) or {}
-        if not (isinstance(pattern, dict) and all(map(holds, pattern.values())) and all(map(_is_pattern, pattern))):
-            yield f"key {key!r} must hold {what} by patterns of module names, found {pattern!r:.200}"
-    if not (_number(dropout) and 0 <= dropout <= 1):
-        yield f"key 'lora_dropout' must be between 0 and 1, found {dropout!r}"
-    targets, parameters = config.get("target_modules"), config.get("target_parameters")
-    if not (targets is None or isinstance(targets, str) or _is_texts(targets)):
-        yield f"key 'target_modules' must be a list of module names or one pattern, found {targets!r:.200}"
-    elif targets is not None and not targets and not parameters:
+    patterns: list[str] = []
+    for key, (kind, what) in _CONFIG_KEYS.items():
+        value = config.get(key, "none" if key == "bias" else None)
+        if key.endswith(("_pattern", "_dropout")):
+            value = value or None  # an empty list, say, as other programs write none
+        try:
+            validate(kind, value, key)
+        except ConfigError:
+            yield f"key {key!r} must be {what}, found {value!r:.200}"
+        else:
+            patterns += value if isinstance(value, dict) else ()
+    targets = config.get("target_modules")
+    if targets in ("", []) and not config.get("target_parameters"):
         yield f"key 'target_modules' is empty ({targets!r}), so the adapter would adapt nothing"
     elif isinstance(targets, str) and re.fullmatch(r"[\w.]+(?:\s*,\s*[\w.]+)+", targets):
         yield f"key 'target_modules' is one text with commas ({targets!r:.200}), which PEFT reads as a pattern; write it as a list"
-    elif isinstance(targets, str) and not _is_pattern(targets):
-        yield f"key 'target_modules' is no valid regular expression: {targets!r:.200}"
-    for key in ("modules_to_save", "target_parameters"):
-        if not (config.get(key) is None or _is_texts(config[key])):
-            yield f"key {key!r} must be a list of names, found {config[key]!r:.200}"
-    layers = config.get("layers_to_transform")
-    if not (layers is None or _is_integer(layers) or (isinstance(layers, list) and all(map(_is_integer, layers)))):
-        yield f"key 'layers_to_transform' must be a layer's number or a list of them, found {layers!r:.200}; null is all layers"
-    if config.get("bias", "none") not in ("none", "all", "lora_only"):
-        yield f"key 'bias' must be 'none', 'all' or 'lora_only', found {config['bias']!r}"
-    for key in ("base_model_name_or_path", "revision", "task_type"):
-        if not (config.get(key) is None or isinstance(config[key], str)):
-            yield f"key {key!r} must be a text, found {config[key]!r:.200}"
-
-
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_texts(value: Any) -> TypeGuard[Sequence[str]]:
-    return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
+    for pattern in [*patterns, *([targets] if isinstance(targets, str) else [])]:
+        try:
+            re.compile(pattern)
+        except re.error:
+            yield f"{pattern!r:.200} in target_modules, rank_pattern or alpha_pattern is no valid regular expression"
 
 
 def read_name_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """A list of names in a configuration; none where it holds something else."""
     value: Any = config.get(key)
-    return tuple(value) if _is_texts(value) else ()
+    return tuple(value) if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value) else ()
 
 
 def tensor_kind(key: str, copies: tuple[str, ...]) -> str:
@@ -268,23 +248,20 @@ def _of_task(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> I
     }
     if heads or is_encoder_decoder:
         what = f"a head of its own ({heads[0]})" if heads else "an encoder beside its decoder"
-        yield Finding(
-            "task-type",
-            "error",
+        message = (
             f"{path}: only adapters of causal language models are loaded (AutoModelForCausalLM), and here task_type is {label}, "
-            f"with {what}",
+            f"with {what}"
+        )
+        remedy = (
             f'in Python load the base with its own class, then peft.PeftModel.from_pretrained(base, "{folder}") and, for gates, '
-            "loragate.load_gates(model, FOLDER)",
-            {"task_type": label, "heads": heads},
+            "loragate.load_gates(model, FOLDER)"
         )
+        yield Finding("task-type", "error", message, remedy, {"task_type": label, "heads": heads})
     elif label in _OTHER_TASKS:
-        yield Finding(
-            "task-type",
-            "note",
-            f"{path}: task_type is {label}; its weights are those of a causal language model, so it is loaded as one",
-            "",
-            {"task_type": label},
+        message = (
+            f"{path}: task_type is {label}; its weights are those of a causal language model, so it is loaded as one"
         )
+        yield Finding("task-type", "note", message, "", {"task_type": label})
 
 
 def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[Finding]:
@@ -292,13 +269,8 @@ def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: TensorS
     if why := base_change_reason(recorded):
         severity: Severity = "error" if str(recorded).lower().startswith(_NOT_REPEATABLE) else "warning"
         said, _, remedy = why.partition(". ")
-        yield Finding(
-            "base-changing-init",
-            severity,
-            f"{folder / ADAPTER_CONFIG}: {said}",
-            remedy,
-            {"init_lora_weights": recorded},
-        )
+        message = f"{folder / ADAPTER_CONFIG}: {said}"
+        yield Finding("base-changing-init", severity, message, remedy, {"init_lora_weights": recorded})
 
 
 def _check_rank_and_scaling(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[Finding]:
@@ -327,14 +299,13 @@ def _check_rank_and_scaling(folder: Path, config: Mapping[str, Any], tensors: Te
             wrong.append((path, a, b, ranks[0]))
     if wrong:
         path, a, b, rank = wrong[0]
-        yield Finding(
-            "shape-mismatch",
-            "error",
+        message = (
             f"{folder}: the factors of {len(wrong)} of {len(shapes)} modules have another rank than the configuration: {path} has "
-            f"A {list(a)} and B {list(b)}, and {ADAPTER_CONFIG} says r = {rank}",
-            f"{ADAPTER_CONFIG} and the weights are of two trainings, or rank_pattern is missing: take both files of one folder",
-            {"modules": [row[0] for row in wrong[:8]], "count": len(wrong)},
+            f"A {list(a)} and B {list(b)}, and {ADAPTER_CONFIG} says r = {rank}"
         )
+        remedy = f"{ADAPTER_CONFIG} and weights are of two trainings, or rank_pattern is missing: take both files of one folder"
+        evidence = {"modules": [row[0] for row in wrong[:8]], "count": len(wrong)}
+        yield Finding("shape-mismatch", "error", message, remedy, evidence)
     low, high = USUAL_SCALES
     if odd := sorted(scale for scale in scales if not low <= scale <= high):
         rule = "α/√r with rsLoRA" if config.get("use_rslora") else "α/r"
@@ -396,13 +367,9 @@ def _check_gating_and_serving(
     for said in find_variants(config):
         yield Finding("not-gateable", "note", f"{path}: {said}", "gate a plain LoRA adapter")
     if beside:
-        yield Finding(
-            "base-changed-beside",
-            "note",
-            f"{folder}: beside LoRA's factors the adapter changes {'; '.join(beside)}",
-            "a strength, or gates, do not reach that: at λ = 0 it is not the base",
-            {"beside": list(beside)},
-        )
+        message = f"{folder}: beside LoRA's factors the adapter changes {'; '.join(beside)}"
+        remedy = "a strength, or gates, do not reach that: at λ = 0 it is not the base"
+        yield Finding("base-changed-beside", "note", message, remedy, {"beside": list(beside)})
     if any(config_errors(config)):
         return
     copies = read_name_list(config, "modules_to_save")
@@ -435,12 +402,6 @@ def apply_rules(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -
     path = folder / ADAPTER_CONFIG
     found = [Finding("config-invalid", "error", f"{path}: {one}", "correct the key") for one in config_errors(config)]
     beside = tuple(_beside(config, tensors))
-    for rule in (
-        _of_task,
-        _of_initialisation,
-        _check_rank_and_scaling,
-        _of_keys,
-        partial(_check_gating_and_serving, beside),
-    ):
+    for rule in (_of_task, _of_initialisation, _check_rank_and_scaling, _of_keys):
         found += rule(folder, config, tensors)
-    return beside, found
+    return beside, [*found, *_check_gating_and_serving(beside, folder, config, tensors)]

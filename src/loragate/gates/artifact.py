@@ -243,11 +243,7 @@ _CHANGED = (
 def require_readable(folder: Path) -> None:
     """Read a written artifact back: the record, the gates, and the adapter beside them by its hash.
 
-    Args:
-        folder: the artifact; its record is removed where it is refused.
-
-    Raises:
-        ArtifactError: as a reader would raise it.
+    Its record is removed where it is refused, with the ArtifactError of a reader.
     """
     try:
         record = read_gate_config(folder)
@@ -261,15 +257,9 @@ def require_readable(folder: Path) -> None:
 
 
 def require_no_artifact(folder: Path, adapter_source: str | Path | None = None) -> None:
-    """Refuse a folder that no artifact can be written to without a loss.
+    """Refuse (ArtifactError) a folder that no artifact can be written to without a loss.
 
-    Args:
-        folder: of the artifact to come.
-        adapter_source: of the plain adapter; it may be the folder's own `adapter`.
-
-    Raises:
-        ArtifactError: for a folder with a gated adapter, a README.md that is no model card of this package, a plain adapter, or
-            an `adapter` folder that no artifact wrote.
+    `adapter_source` is the plain adapter's folder; it may be the folder's own `adapter`.
     """
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
@@ -366,8 +356,7 @@ def write_generation_config(folder: Path, temperature: float | None) -> dict[str
 def _resolve_entropy_k(model: nn.Module, k: int | None, evidence: dict[str, Any]) -> int | None:
     """The support of the entropy objective: what the training recorded, at most the vocabulary, else `k` as given.
 
-    Raises:
-        ConfigError: for a `k` that is no support or another one, and for evidence that cannot be recorded.
+    A ConfigError for a `k` that is no support or another one, and for evidence that cannot be recorded.
     """
     if unknown := [key for key in evidence if key not in EVIDENCE]:
         raise ConfigError(
@@ -413,18 +402,8 @@ def write_adapter(
 
     PEFT writes what it knows to be the adapter's. Embeddings, head, norms and biases that lie in the base's own tensors, because
     they were trained or saved along, are written too: those that differ from the files of the base, where these are at hand.
-    All tensors are read back.
-
-    Args:
-        model: with the adapter.
-        adapter_name: of the adapter.
-        folder: target; files of the same names are replaced.
-        source: the adapter's own folder, whose files are copied.
-        base: folder or hub id of the base that a reader will load; the adapter's own record where it is not given.
-        revision: of a hub id.
-
-    Raises:
-        ArtifactError: where the written folder does not hold the tensors that were to be written.
+    All tensors are read back (ArtifactError where the folder does not hold them). `base` is the folder or hub id that a reader
+    will load, at `revision`; without it the adapter's own record.
     """
     state = _adapter_state(model, adapter_name)
     stored = {} if source is None else _load_if_same_adapter(Path(source), model, adapter_name, state)

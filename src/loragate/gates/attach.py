@@ -412,11 +412,7 @@ def is_gated(model: nn.Module, adapter_name: str) -> bool:
 
 
 def gate_modules(model: nn.Module, adapter_name: str | None = None) -> dict[str, SignedGate]:
-    """{module path: gate} of one adapter, in model order.
-
-    Raises:
-        GateError: if the adapter carries no gates, so that nothing silently acts on an ungated model.
-    """
+    """{module path: gate} of one adapter, in model order; a GateError without gates, so that nothing acts silently on none."""
     name = active_adapter(model, adapter_name)
     found = {path: layer.lora_gate[name] for path, layer in lora_layers(model, name) if _is_layer_gated(layer, name)}
     if not found:
@@ -459,16 +455,8 @@ def draw_gates(
     """Overwrite the attached gates with independent normal values: is a trained gate better than any gate of its size?
 
     Each tensor has a random stream of its own, seeded by `seed` and its name, so the values depend neither on the order of
-    the modules nor on the global random state.
-
-    Args:
-        model: a model with gates attached.
-        seed: of the draw.
-        scale: standard deviation of all values, or of each tensor by its name in `gate_parameters`.
-        adapter_name: None for the active adapter.
-
-    Returns:
-        The values, by name.
+    the modules nor on the global random state. `scale` is the standard deviation of all, or of each tensor by its name in
+    `gate_parameters`. Returns the values, by name.
     """
     drawn = {}
     for name, parameter in gate_parameters(model, adapter_name).items():

@@ -25,12 +25,7 @@ _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+|\s+")
 
 
 def render_card(name: str, record: dict[str, Any]) -> str:
-    """README.md of an artifact.
-
-    Args:
-        name: title, mostly the folder's name.
-        record: gate_config.json as a dictionary, checked by the strict reader or about to be written.
-    """
+    """README.md of an artifact with a title, from its gate_config.json: checked by the strict reader, or about to be written."""
     base = str(record["base"]["id"])
     front = ModelCardData(
         library_name=LIBRARY.split()[-1],
@@ -106,15 +101,15 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
 
 
 def _notes(selection: dict[str, Any]) -> list[str]:
-    vetoed = dict_or_empty(dict_or_empty(selection.get("retention")).get("vetoed"))
-    notes = [f"{escape_markdown(name)} was not taken: it {escape_markdown(why)}." for name, why in vetoed.items()]
-    notes += [
-        f"{escape_markdown(name)} is left out: {escape_markdown(why)}."
-        for name, why in dict_or_empty(selection.get("left_out")).items()
-    ]
-    return notes + [
-        f"The training of {escape_markdown(name)} diverged: {escape_markdown(why)}."
-        for name, why in dict_or_empty(selection.get("diverged")).items()
+    sentences = {
+        "{} was not taken: it {}.": dict_or_empty(selection.get("retention")).get("vetoed"),
+        "{} is left out: {}.": selection.get("left_out"),
+        "The training of {} diverged: {}.": selection.get("diverged"),
+    }
+    return [
+        sentence.format(escape_markdown(name), escape_markdown(why))
+        for sentence, found in sentences.items()
+        for name, why in dict_or_empty(found).items()
     ]
 
 

@@ -12,7 +12,7 @@ slope left.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,15 +25,15 @@ from loragate.errors import GateError
 from loragate.gates.attach import GatedLora, gate_modules, is_gated
 from loragate.gates.eligibility import (
     active_adapter,
+    adapter_configs,
     base_module_name,
     changed_base_of,
     examine_adapter,
-    has_trained_biases,
     lora_layers,
     require_gateable,
 )
 from loragate.gates.gate import SignedGate
-from loragate.gates.override import Override
+from loragate.gates.override import Override, parse_override
 from loragate.gates.range import Range
 from loragate.gates.strength import describe_unreached, overrides_by_module, scale_adapter
 
@@ -96,10 +96,7 @@ class Recorder:
         """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out.
 
         A module whose tokens are laid out in another way, as an expert's routed tokens [tokens] are, records nothing under a mask
-        unless their number is that of the mask.
-
-        Raises:
-            GateError: for a mask that is not bool, or of another shape than the [batch, sequence] of the forward pass.
+        unless their number is that of the mask. A GateError for a mask that is not bool, or of another shape than the pass.
         """
         values = lam_T.reshape(-1)
         mask = None if self.owner is None else self.owner.token_mask
@@ -131,6 +128,19 @@ class Trace:
     def update(self, lam_T: Tensor) -> None:
         """Keep the λ of one forward pass, [...]."""
         self.values.append(lam_T.detach().float().cpu())
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What took note of λ before, and what was opened inside it: both do."""
+
+    outer: Recorder | Trace | Chain
+    inner: Recorder | Trace
+
+    def update(self, lam_T: Tensor) -> None:
+        """Hand on the λ of one forward pass, [...]."""
+        self.outer.update(lam_T)
+        self.inner.update(lam_T)
 
 
 class Recording:
@@ -189,28 +199,44 @@ def _summary(sums: Tensor) -> dict[str, float]:
 @contextmanager
 def gate_override(
     peft_model: nn.Module,
+    override: str | Override | None = None,
+    *,
     minimum: float | None = None,
     maximum: float | None = None,
     constant: float | None = None,
-    adapter_name: str | None = None,
-    *,
     part: str | None = None,
+    adapter_name: str | None = None,
 ) -> Iterator[None]:
     """λ clipped to [minimum, maximum] or replaced by `constant` inside the context; nests, the innermost rules.
 
+    `gate_override(model, "unit")`, as behind the @ of a name, is `gate_override(model, minimum=0, maximum=1)`.
+
     Args:
         peft_model: with gates.
+        override: the text form: "unit", "noreverse", "noextrapolate", "off", "constant=0.5", "clip=-1:2", "lower=0.5". Instead
+            of the numbers.
         minimum, maximum, constant: of λ.
-        adapter_name: None for the active one.
         part: where the constant holds: a third of the layers ("lower", "middle", "upper"), "attention", "mlp", or a kind of
             module such as "q_proj"; elsewhere λ is 1 then. None for all modules.
+        adapter_name: None for the active one.
 
     Raises:
         GateError: if nothing or something contradictory is asked for, the adapter carries no gates, or has no such part.
+        ConfigError: for a text that is no known override.
     """
-    override = Override(minimum, maximum, constant, part)
-    if override == Override():
-        raise GateError("gate_override needs minimum, maximum or constant; with none of them it would have no effect")
+    numbers = Override(minimum, maximum, constant, part)
+    if override is None and numbers == Override():
+        raise GateError(
+            'gate_override needs an override such as "unit", or minimum, maximum or constant; with none it would have no effect'
+        )
+    if override is not None and numbers != Override():
+        raise GateError(f"gate_override takes either an override ({override!r}) or numbers by name, not both")
+    if override is None:
+        override = numbers
+    elif isinstance(override, str):
+        override = parse_override(override.removeprefix("@"))
+    elif not isinstance(override, Override):
+        raise GateError(f"gate_override takes numbers by name, as in constant={override!r:.20}; found {override!r:.60}")
     gates = gate_modules(peft_model, adapter_name)
     # the innermost override replaces the outer one, it is not laid over it
     with _set_on(gates, "override", overrides_by_module(override, gates)):
@@ -223,10 +249,7 @@ def constant_gate(
 ) -> Iterator[None]:
     """One λ for a whole adapter or a part of it inside the context: laid over its gates, or as a scale of the plain adapter.
 
-    `part` as of `gate_override`.
-
-    Raises:
-        GateError: as `gate_override`, or as `attach_gates` where gates could not be put on.
+    `part` as of `gate_override`, and errors too, or those of `attach_gates` where gates could not be put on.
     """
     name = active_adapter(peft_model, adapter_name)
     if is_gated(peft_model, name):
@@ -263,7 +286,7 @@ def _preserve_requires_grad(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[Recording]:
-    """Collect λ statistics of all forward passes inside the context (as applied, overrides included).
+    """Collect λ statistics of all forward passes inside the context (as applied, overrides included); nests, and all count.
 
     Yields:
         A `Recording`: `statistics()` for each module and `total()` for all give the number of tokens, mean and standard deviation
@@ -275,22 +298,33 @@ def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iter
     """
     gates = gate_modules(peft_model, adapter_name)
     recording = Recording({path: Recorder(gate.config.range) for path, gate in gates.items()})
-    with _set_on(gates, "recorder", recording.recorders):
+    with _noting(gates, recording.recorders):
         yield recording
 
 
 @contextmanager
 def trace_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[dict[str, list[Tensor]]]:
-    """Keep every λ of the forward passes inside the context (as applied, overrides included).
+    """Keep every λ of the forward passes inside the context (as applied, overrides included); a recording outside counts on.
 
     Yields:
         {module path: one tensor per forward pass}, each [batch, sequence], fp32 on the CPU. For a few short texts: it
-        holds modules × tokens numbers. A recording that runs outside is suspended meanwhile.
+        holds modules × tokens numbers.
     """
     gates = gate_modules(peft_model, adapter_name)
     traces = {path: Trace() for path in gates}
-    with _set_on(gates, "recorder", traces):
+    with _noting(gates, traces):
         yield {path: trace.values for path, trace in traces.items()}
+
+
+def _noting(
+    gates: Mapping[str, SignedGate], recorders: Mapping[str, Recorder] | Mapping[str, Trace]
+) -> AbstractContextManager[None]:
+    """Inside the context each gate's λ go to the recorder of its path, and still to what took note of them before."""
+    chained = {
+        path: inner if (outer := gates[path].recorder) is None else Chain(outer, inner)
+        for path, inner in recorders.items()
+    }
+    return _set_on(gates, "recorder", chained)
 
 
 @contextmanager
@@ -340,7 +374,8 @@ def base_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -
     name = active_adapter(model, adapter_name)
     if why := changed_base_of(model, name):
         return why
-    if "_displaced_weights" not in vars(model) and has_trained_biases(model, name):
+    biased = any(getattr(config, "bias", "none") != "none" for config in adapter_configs(model, name))
+    if biased and "_displaced_weights" not in vars(model):
         return (
             "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off; a model that "
             "loragate.models.load_adapter puts together keeps the base's own"
@@ -365,19 +400,17 @@ def zero_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -
 def as_base(model: Any) -> Iterator[None]:
     """The base itself inside the context: the adapter off, and what its file displaced of the base's own weights put back.
 
-    λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter.
-
-    Raises:
-        GateError: where `base_unavailable_reason` says so, or the displaced weights are spread over several devices.
+    λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter. A GateError
+    where `base_unavailable_reason` says so, or the displaced weights are spread over several devices.
     """
     if reason := base_unavailable_reason(model):
         raise GateError(f"the model without the adapter would not be its base. {reason}")
     displaced: dict[str, Tensor] = vars(model).get("_displaced_weights", {})
-    held = (
-        {base_module_name(name): value for name, value in _tensors(model) if base_module_name(name) in displaced}
-        if displaced
-        else {}
-    )
+    held: dict[str, Tensor] = {}
+    own = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, value in chain(*own) if displaced else ():
+        if ".lora_" not in name and ".modules_to_save." not in name and base_module_name(name) in displaced:
+            held[base_module_name(name)] = value
     for name, old in displaced.items():
         if name not in held or held[name].shape != old.shape:
             raise GateError(
@@ -392,12 +425,3 @@ def as_base(model: Any) -> Iterator[None]:
         finally:
             for name, value in held.items():
                 value.data.copy_(before[name])
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers outside of LoRA layers' factors."""
-    for name, value in chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    ):
-        if ".lora_" not in name and ".modules_to_save." not in name:
-            yield name, value

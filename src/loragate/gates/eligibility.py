@@ -90,11 +90,6 @@ def changed_base_of(model: nn.Module, adapter_name: str) -> str:
     return ""
 
 
-def has_trained_biases(model: nn.Module, adapter_name: str) -> bool:
-    """Whether the adapter trained the base's biases along, which stay when it is switched off (a limit of PEFT)."""
-    return any(getattr(config, "bias", "none") != "none" for config in adapter_configs(model, adapter_name))
-
-
 def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]]:
     """(module path in the base model's own names, LoRA layer) of every layer that holds `adapter_name`."""
     for name, module in model.named_modules():
@@ -123,12 +118,7 @@ _LOADED = "load the adapter onto its base first, e.g. peft.PeftModel.from_pretra
 
 
 def active_adapter(model: nn.Module, adapter_name: str | None = None) -> str:
-    """`adapter_name`, or the one active adapter when it is None.
-
-    Raises:
-        GateError: if it is no model or holds no LoRA adapter, or none of that name, or if not exactly one is active and none was
-            named.
-    """
+    """`adapter_name`, or the one active adapter when it is None; a GateError where the model has none of that name, or no one."""
     if not isinstance(model, nn.Module):
         raise GateError(f"expected a loaded model, found {model!r:.200}; {_LOADED}")
     layers: list[Any] = [module for module in model.modules() if _is_lora(module)]
@@ -229,11 +219,7 @@ def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_mo
 
 
 def require_gateable(verdicts: list[Verdict]) -> list[Verdict]:
-    """The "gate" verdicts.
-
-    Raises:
-        GateError: if any module must be refused or none is left to gate; all reasons are listed once each.
-    """
+    """The "gate" verdicts; a GateError with every reason once if any module must be refused or none is left to gate."""
     refused = [verdict for verdict in verdicts if verdict.status == "refuse"]
     if refused:
         reasons: dict[str, list[str]] = {}
@@ -252,11 +238,7 @@ def require_gateable(verdicts: list[Verdict]) -> list[Verdict]:
 
 
 def require_trainable(verdicts: list[Verdict]) -> None:
-    """Refuse an adapter whose gates could not be trained.
-
-    Raises:
-        GateError: for a delta on the output head: the losses multiply by the head's own weight.
-    """
+    """Refuse (GateError) a delta on the output head: the losses that train gates multiply by the head's own weight."""
     head = next((verdict.path for verdict in verdicts if verdict.reason == LM_HEAD_REASON), None)
     if head is not None:
         raise GateError(

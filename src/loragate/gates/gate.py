@@ -25,7 +25,7 @@ from loragate.gates.signed_map import SignedMap
 from loragate.validate import STRICT, NonNegativeInt, PositiveFloat, check_fields
 
 if TYPE_CHECKING:
-    from loragate.gates.control import Recorder, Trace
+    from loragate.gates.control import Chain, Recorder, Trace
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class SignedGate(nn.Module):
         start = 0.0 if config.granularity == "token" else -config.init_scale
         self.bias = shared_bias if shared_bias is not None else nn.Parameter(torch.full((1,), start))
         self.override: Override | None = None
-        self.recorder: Recorder | Trace | None = None
+        self.recorder: Recorder | Trace | Chain | None = None
 
     def _apply(self, fn, recurse: bool = True):
         """Follow moves between devices, but stay fp32 whatever dtype the model is cast to.

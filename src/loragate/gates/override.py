@@ -2,8 +2,8 @@
 
 A constant may hold for a part of the model alone, `my-adapter@lower=0.5`; `gates.strength` knows which modules these are.
 
-`gate_override` takes numbers; a server is given strings, and one string is one virtual adapter: the same tensors, another
-λ. The grammar lives here alone, so that vLLM, generate and export read a name alike.
+`gate_override` takes numbers or a string; a server is given strings, and one string is one virtual adapter: the same tensors,
+another λ. The grammar lives here alone, so that Python, vLLM, generate and export read a name alike.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ LARGEST = torch.finfo(torch.float32).max
 class Override:
     """λ clipped to [minimum, maximum], or replaced by `constant`: everywhere, or in `part` alone and by 1 elsewhere.
 
-    Attributes:
-        part: one of `BANDS` or `FAMILIES`, or a kind of module such as "q_proj"; None for all modules.
-
-    Raises:
-        GateError: for a contradiction, or a number that is not finite.
+    A GateError for a contradiction, or a number that is not finite.
     """
 
     minimum: float | None = None
     maximum: float | None = None
     constant: float | None = None
-    part: str | None = None
+    part: str | None = None  # of `BANDS` or `FAMILIES`, or a kind of module such as "q_proj"
 
     def __post_init__(self) -> None:
         given = [value for value in (self.minimum, self.maximum, self.constant) if value is not None]
@@ -88,8 +84,7 @@ def constant_name(constant: float, part: str | None = None) -> str:
 def parse_override(text: str) -> Override:
     """The override of what stands behind the @: a name, `constant=C`, `PART=C`, or `clip=A:B`, of which A or B may be left out.
 
-    Raises:
-        ConfigError: naming what was found and the known forms.
+    A ConfigError with the known forms for anything else.
     """
     if text in NAMED_OVERRIDES:
         return NAMED_OVERRIDES[text]
@@ -122,11 +117,8 @@ FIELDS = ("lora_scale", "lora_gates")
 def requested_override(fields: Mapping[str, object]) -> str | None:
     """The override that a request's fields ask for, as it stands behind an @; None where they ask for none.
 
-    `lora_scale` is any finite number; `lora_gates` the text of an override.
-
-    Raises:
-        ConfigError: for both at once, another type, a number that is not finite, an unknown override, or a field that starts
-            with `lora_` and is none of the two.
+    `lora_scale` is any finite number; `lora_gates` the text of an override. A ConfigError for both at once, for anything else,
+    and for a field that starts with `lora_` and is none of the two.
     """
     given = {name: value for name, value in fields.items() if name.startswith("lora_") and value is not None}
     for name in given:
@@ -153,11 +145,7 @@ def requested_override(fields: Mapping[str, object]) -> str | None:
 
 
 def split_name(name: str) -> tuple[str, Override | None]:
-    """A served name and the override behind its last @; None where there is no @.
-
-    Raises:
-        ConfigError: for an override that is not known.
-    """
+    """A served name and the override behind its last @; None where there is no @, a ConfigError for one that is not known."""
     head, sign, tail = name.rpartition("@")
     return (head, parse_override(tail)) if sign else (name, None)
 
@@ -165,8 +153,7 @@ def split_name(name: str) -> tuple[str, Override | None]:
 def split_folder(place: str | Path) -> tuple[str, Override | None]:
     """A folder (or hub id) and the override behind its last @; a folder that exists under the whole name has none.
 
-    Raises:
-        ConfigError: for an override that is not known, behind a folder that exists.
+    A ConfigError for an override that is not known, behind a folder that exists.
     """
     place = str(place)
     head, sign, tail = place.rpartition("@")
@@ -180,10 +167,6 @@ def split_folder(place: str | Path) -> tuple[str, Override | None]:
 
 
 def parse_slot_override(place: str | Path) -> tuple[str, Override | None]:
-    """What a slot of a server holds, and what each of its requests lays over λ; a constant for a part belongs to the slot.
-
-    Raises:
-        ConfigError: as `split_folder`.
-    """
+    """What a slot of a server holds, and what each of its requests lays over λ; a constant for a part belongs to the slot."""
     folder, override = split_folder(place)
     return (str(place), None) if override is not None and override.part is not None else (folder, override)

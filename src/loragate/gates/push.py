@@ -146,12 +146,7 @@ def _require_fit(
 def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool = True) -> str:
     """Write what others get of a gated folder into an empty one; returns the hub id of the base.
 
-    Args:
-        name: title of a model card, where the folder has none.
-        base_id, card: as in `push_gated`.
-
-    Raises:
-        ArtifactError, ConfigError: as `push_gated`.
+    `name` is the title of a model card where the folder has none; other arguments and errors as of `push_gated`.
     """
     record = read_gate_config(folder)
     gates, (adapter, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
@@ -185,7 +180,7 @@ def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", ca
     )
     if base != recorded and recorded:
         private[recorded] = base
-    for notes in (into / ADAPTER).glob("*.md"):  # such as the card that PEFT writes
+    for notes in (into / ADAPTER).rglob("*.md"):  # such as the card that PEFT writes
         write_text(notes, _shortened(notes.read_text(encoding="utf-8", errors="replace"), private))
     if card:
         text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else render_card(name, shown)

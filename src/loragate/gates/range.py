@@ -16,16 +16,13 @@ from loragate.errors import ConfigError, GateError
 
 @dataclass(frozen=True, order=True)
 class Range:
-    """λ ∈ [lower, upper]; contains 0 (the base) and 1 (the adapter itself).
+    """λ ∈ [lower, upper]; contains 0 (the base) and 1 (the adapter itself), or is refused (GateError).
 
     The paper writes L < 0 < 1 < U and runs the end points L = 0 and U = 1 all the same, so these are legal.
 
     Attributes:
         lower: L ≤ 0, the strongest reversal; 0 forbids reversal.
         upper: U ≥ 1, the strongest extrapolation; 1 forbids extrapolation.
-
-    Raises:
-        GateError: with what was found and what would be accepted.
     """
 
     lower: float
@@ -51,11 +48,7 @@ class Range:
 
     @classmethod
     def parse(cls, text: str) -> Range:
-        """A range as typed, "-3,1", or as printed, "[-3,1]".
-
-        Raises:
-            ConfigError: for anything else.
-        """
+        """A range as typed, "-3,1", or as printed, "[-3,1]"; a ConfigError for anything else."""
         try:
             lower, upper = (float(part) for part in text.strip("[]() ").split(","))  # two, or a ValueError
         except ValueError:

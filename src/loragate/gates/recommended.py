@@ -38,10 +38,8 @@ def with_recommended(settings: Mapping[str, Any], temperature: float) -> dict[st
 def apply_sampling(model: Any, records: Sequence[Mapping[str, Any]]) -> None:
     """Have `model.generate` sample as the last record recommends; as the model did before, where it recommends nothing.
 
-    Args:
-        model: its generation config is changed. What is replaced is kept on the model, and put back by the next call, except
-            where somebody changed it meanwhile.
-        records: the gate_config.json of all gates that were loaded onto the model; none where there are none any more.
+    What is replaced in the generation config is kept on the model, and put back by the next call, except where somebody changed
+    it meanwhile. `records` are the gate_config.json of all gates on the model.
     """
     settings = getattr(model, "generation_config", None)
     if settings is None:

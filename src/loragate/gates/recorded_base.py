@@ -28,30 +28,22 @@ _SAMPLED_ROWS = 4
 
 @dataclass
 class BaseDifference:
-    """How a base in memory differs from its files.
+    """How a base in memory differs from its files, by the base's own names."""
 
-    Attributes:
-        beside: {the base's own name: tensor} of embeddings, head, norms and biases with other values; an adapter can bring
-            them along.
-        resized: names of tensors of another shape, as `resize_token_embeddings` leaves them; no adapter brings these.
-        other: names of further weights with other values: it is another base.
-    """
-
+    # embeddings, head, norms and biases with other values; an adapter can bring them along
     beside: dict[str, Tensor] = field(default_factory=dict)
-    resized: list[str] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
+    resized: list[str] = field(
+        default_factory=list
+    )  # as `resize_token_embeddings` leaves them; no adapter brings these
+    other: list[str] = field(default_factory=list)  # further weights with other values: it is another base
 
 
 def compare_recorded_base(model: nn.Module, base: str, revision: str = "") -> BaseDifference:
     """The base under an adapter, in memory, against its safetensors files; empty where they are not at hand.
 
     Tensors with one dimension, embeddings and the head are compared whole, of any other a few rows. Values are compared in the
-    dtype of the memory; quantised weights, and those whose name in the files is another, are passed over.
-
-    Args:
-        model: with a LoRA adapter.
-        base: folder or hub id; nothing is downloaded.
-        revision: of the hub id.
+    dtype of the memory; quantised weights, and those whose name in the files is another, are passed over. `base` is a folder or
+    hub id, of which nothing is downloaded.
     """
     found = BaseDifference()
     folder = Path(base) if Path(base).is_dir() else cached_folder(base, revision)

@@ -21,10 +21,7 @@ class SignedMap:
 
     Attributes:
         range: [L, U], reached as v → ∓1.
-        tau: gate temperature τ > 0.
-
-    Raises:
-        GateError: for a temperature that is no positive number.
+        tau: gate temperature; a GateError where it is no positive number.
     """
 
     range: Range
@@ -74,11 +71,7 @@ class SignedMap:
         return self.of_response(self.response(gate_logit))
 
     def logit(self, lam: float) -> float:
-        """g whose λ this is; at an end of the range one at which tanh is 1 in fp32.
-
-        Raises:
-            GateError: for a λ outside of the range.
-        """
+        """g whose λ this is; at an end of the range one at which tanh is 1 in fp32. A GateError for a λ outside of the range."""
         reach = self.above if lam > 1 else self.below
         response = (lam - 1.0) / reach if lam != 1 else 0.0
         if abs(response) > 1:

@@ -13,8 +13,7 @@ from typing import Any
 from loragate.errors import GateError, nearest
 from loragate.gates.attach import GatedLora
 from loragate.gates.eligibility import active_adapter, lora_layers
-from loragate.gates.override import BANDS as BANDS
-from loragate.gates.override import FAMILIES, Override
+from loragate.gates.override import BANDS, FAMILIES, Override
 
 # how the blocks of a layer are called in transformers: self_attn, attention, mlp, feed_forward, and OPT's fc1 without a block
 _FAMILY_OF = {
@@ -57,11 +56,7 @@ def layer_bands(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def modules_of_part(part: str, paths: Iterable[str]) -> list[str]:
-    """The module paths of a part: a band, a family, or a kind.
-
-    Raises:
-        GateError: where there is no such module among them.
-    """
+    """The module paths of a part: a band, a family, or a kind; a GateError where there is none."""
     paths = list(paths)
     if part in BANDS:
         found = layer_bands(paths).get(part, [])
@@ -80,11 +75,7 @@ def modules_of_part(part: str, paths: Iterable[str]) -> list[str]:
 
 
 def overrides_by_module(override: Override, paths: Iterable[str]) -> dict[str, Override]:
-    """{module path: what is laid over its λ}; outside of an override's part λ is 1, as of the plain adapter.
-
-    Raises:
-        GateError: as `modules_of_part`.
-    """
+    """{module path: what is laid over its λ}; outside of an override's part λ is 1, as of the plain adapter."""
     paths = list(paths)
     if override.part is None:
         return dict.fromkeys(paths, override)
@@ -118,23 +109,16 @@ def scale_adapter(
     """Each LoRA layer's delta times a constant inside the context; contexts multiply when they nest.
 
     With 0 a layer is the base's own, of every kind of LoRA. Otherwise a DoRA layer (see `scales_exactly`) keeps its trained
-    magnitudes, so that what is scaled is the part of its delta that turns the weights.
-
-    Args:
-        peft_model: with LoRA layers, gated or plain.
-        strengths: one for all layers, or {module path: constant}; a module that is not named keeps its strength.
-
-    Raises:
-        GateError: for a path that is no LoRA layer of the adapter.
+    magnitudes, so that what is scaled is the part of its delta that turns the weights. `strengths` are one for all layers, or
+    {module path: constant}: others keep their strength, and a path that is no LoRA layer of the adapter is refused (GateError).
     """
     name = active_adapter(peft_model, adapter_name)
     layers = list(lora_layers(peft_model, name))
-    if isinstance(strengths, Mapping):
-        if unknown := sorted(set(strengths) - {path for path, _ in layers}):
-            raise GateError(f"the adapter has no module {unknown[0]} to be scaled; it has {layers[0][0]}, …")
-        factors = [(layer, float(strengths[path])) for path, layer in layers if path in strengths]
-    else:
-        factors = [(layer, float(strengths)) for _, layer in layers]
+    if not isinstance(strengths, Mapping):
+        strengths = dict.fromkeys((path for path, _ in layers), strengths)
+    if unknown := sorted(set(strengths) - {path for path, _ in layers}):
+        raise GateError(f"the adapter has no module {unknown[0]} to be scaled; it has {layers[0][0]}, …")
+    factors = [(layer, float(strengths[path])) for path, layer in layers if path in strengths]
     before = [(layer, layer.scaling[name], layer.lora_variant.get(name)) for layer, _ in factors]
     try:
         for layer, factor in factors:

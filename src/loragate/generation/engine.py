@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,14 @@ class Engine:
         Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves no position, and what the engine's
         `draw` raises.
         """
-        rows, samples = pending_rows(len(prompts), config.samples, pending), list[Sample]()
+        every = {(question, sample) for question in range(len(prompts)) for sample in range(config.samples)}
+        if foreign := set(pending or ()) - every:
+            question, sample = min(foreign)
+            raise DataError(
+                f"pending names question {question}, sample {sample}, but there are {len(prompts)} prompts with "
+                f"{config.samples} samples each; the samples on file belong to another run."
+            )
+        rows, samples = sorted(every if pending is None else set(pending)), list[Sample]()
         with contextlib.closing(self.draw(prompts, config, rows)) as batches:
             for batch in batches:
                 samples += batch
@@ -104,32 +112,10 @@ class Engine:
         """Free what it holds beyond memory of this process."""
 
 
-def pending_rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
-    """Return the (question, sample) pairs still to be drawn, in order; `pending` None means all of them.
-
-    Raises `DataError` for a pair that does not exist.
-    """
-    if pending is None:
-        return [(question, sample) for question in range(questions) for sample in range(samples)]
-    for question, sample in pending:
-        if not (0 <= question < questions and 0 <= sample < samples):
-            raise DataError(
-                f"pending names question {question}, sample {sample}, but there are {questions} prompts with {samples} "
-                "samples each; the samples on file belong to another run."
-            )
-    return sorted(set(pending))
-
-
 def split_by_question(rows: Sequence[tuple[int, int]], questions: int) -> list[list[tuple[int, int]]]:
     """Cut ordered (question, sample) pairs after every `questions` distinct questions; each stays in one piece."""
-    parts: list[list[tuple[int, int]]] = []
-    seen: set[int] = set()
-    for row in rows:
-        if row[0] not in seen and len(seen) % questions == 0:
-            parts.append([])
-        seen.add(row[0])
-        parts[-1].append(row)
-    return parts
+    groups = [[*own] for _, own in itertools.groupby(rows, lambda row: row[0])]
+    return [[*itertools.chain(*groups[at : at + questions])] for at in range(0, len(groups), questions)]
 
 
 def tokenize_prompts(
@@ -276,7 +262,6 @@ def read_samples(path: str | Path) -> list[Sample]:
 def _parse(path: Path) -> tuple[list[Sample], int]:
     """Return the samples in file order and the number of bytes that they fill."""
     samples: list[Sample] = []
-    sound_bytes = 0
     # What follows the last line end is empty, or a line that was being written when the run stopped.
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -288,8 +273,7 @@ def _parse(path: Path) -> tuple[list[Sample], int]:
             ) from None
         # strictly, as a file may be anybody's
         samples.append(validate(Sample, row, f"{path}, line {number}", DataError, "this is not a sample file"))
-        sound_bytes += len(line) + 1
-    return samples, sound_bytes
+    return samples, sum(len(line) + 1 for line in lines)
 
 
 def draw_samples(

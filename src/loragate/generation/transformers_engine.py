@@ -109,7 +109,7 @@ class TransformersEngine(Engine):
             for places in passes:
                 batch, rows = [order[place] for place in places], [scored[place] for place in places]
                 # padding stands behind, where a causal model does not see it
-                input_ids, mask = _padded(rows, pad_id, "right")
+                input_ids, mask = pad_rows(rows, pad_id, "right")
                 device = self.model.device
                 logits_BTV = self.model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
                 for index, row, logits_TV in zip(batch, rows, logits_BTV):
@@ -159,7 +159,7 @@ class TransformersEngine(Engine):
     def _generate_by_transformers(
         self, prompts: list[list[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
     ) -> list[list[int]]:
-        input_ids, attention_mask = _padded(prompts, pad_id, "left")
+        input_ids, attention_mask = pad_rows(prompts, pad_id, "left")
         # `generate` fills in all that is left open here from the model's own settings, so they are hidden meanwhile. A
         # `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
         owners = [self.model]
@@ -273,7 +273,7 @@ def generate_tokens(
     distinct: dict[tuple[int, ...], int] = {}
     # which of the U distinct prompts each row has; the dictionary keeps them in the order in which they come
     prompt_B = torch.tensor([distinct.setdefault(tuple(prompt), len(distinct)) for prompt in prompts])
-    ids_UT, mask_UT = _padded(distinct, pad_id, "left")
+    ids_UT, mask_UT = pad_rows(distinct, pad_id, "left")
     width, lengths_b = ids_UT.shape[1], mask_UT.sum(-1)
     # what is masked stands in front of a prompt; behind it every position will hold a token
     mask_bT = torch.cat([mask_UT, mask_UT.new_ones(len(distinct), max_new_tokens)], dim=-1).to(causal.device)
@@ -313,7 +313,7 @@ def _takes_positions(causal: Any | None) -> bool:
     return causal is not None and "position_ids" in inspect.signature(causal.forward).parameters
 
 
-def _padded(rows: Iterable[Sequence[int]], pad_id: int, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: Iterable[Sequence[int]], pad_id: int, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
     """Return the rows as one tensor and the mask of real tokens, both [B, T] int64; padding stands on the left or the right."""
     ids = [torch.tensor(row) for row in rows]
     pad = partial(pad_sequence, batch_first=True, padding_side=side)

@@ -37,27 +37,18 @@ from loragate.modes import evaluation_mode, whole_parameter
 
 @dataclass(frozen=True)
 class Reference:
-    """A frozen reference's next-token distributions at the labelled positions of one batch, in row order.
+    """A frozen reference's next-token distributions at the labelled positions of one batch, in row order."""
 
-    Attributes:
-        states: hidden [T, D], or logits [T, V] where there is no head.
-        head: the reference's own frozen head; None if `states` are logits.
-    """
-
-    states: torch.Tensor
-    head: Head | None
+    states: torch.Tensor  # hidden [T, D], or logits [T, V] where there is no head
+    head: Head | None  # the reference's own, frozen
 
     @property
     def vocabulary(self) -> int:
         """Size of the vocabulary, V."""
-        return int(self.states.shape[-1] if self.head is None else self.head.weight.shape[0])
+        return int(self.states.shape[-1]) if self.head is None else self.head.vocabulary
 
     def log_probs(self, vocabulary: int) -> torch.Tensor:
-        """log r of all positions, [T, V] fp32: for the slow path over full logits.
-
-        Raises:
-            ConfigError: if the vocabularies differ.
-        """
+        """log r of all positions, [T, V] fp32: for the slow path over full logits. A ConfigError if the vocabularies differ."""
         require_same_vocabulary(self.vocabulary, vocabulary)
         return _log_softmax_of(self, slice(None), None if self.head is None else Projection(self.head))
 
@@ -119,14 +110,9 @@ def read_head(model: Any) -> Head | None:
 def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
     """Teach `model` (the causal LM itself, without PEFT's wrapper) the `statistics=` keyword.
 
-    Calling it twice has no further effect. Without the keyword the forward is the original one.
-
-    Args:
-        model: the causal LM.
-        verified: what `verify_head` found before the model was sharded; None to verify now.
-
-    Returns:
-        True if the fused head will be used, False if the slow path over full logits will (see the module text).
+    Calling it twice has no further effect. Without the keyword the forward is the original one. `verified` is what `verify_head`
+    found before the model was sharded, None to verify now. Returns whether the fused head will be used, not the slow path over
+    full logits (see the module text).
     """
     if getattr(model, "_loragate_statistics", None) is not None:
         return bool(model._loragate_statistics)
@@ -279,19 +265,15 @@ def reference_statistics(
 
     Args:
         hidden: [..., D], already shifted: position t predicts `labels[..., t]`.
-        head: the model's frozen output head.
         labels: [...] int64, −100 where a position does not count.
         reference: of the same batch; its rows are the positions that count, in order.
         chunk_tokens: positions per chunk; by default as many as fit 64 MiB of fp32 logits, at most 128 on a CPU.
 
     Returns:
         `TokenStatistics` shaped like `labels` with `kl`; `topk_entropy` is the full entropy divided by log V. All are
-        differentiable with respect to `hidden`.
-
-    Raises:
-        ConfigError: if the reference has another vocabulary or another number of positions.
+        differentiable with respect to `hidden`. A ConfigError if the reference has another vocabulary or number of positions.
     """
-    vocabulary = head.weight.shape[0]
+    vocabulary = head.vocabulary
     require_same_vocabulary(reference.vocabulary, vocabulary)
     mask = labels != IGNORE_INDEX
     chosen_TD = hidden[mask]

@@ -11,11 +11,7 @@ from loragate.errors import ConfigError
 
 
 def support_size(k: int, vocabulary: int) -> int:
-    """k limited to the vocabulary; 0 stands for the whole vocabulary.
-
-    Raises:
-        ConfigError: for k = 1, whose entropy is identically zero, for a negative one and for what is no whole number.
-    """
+    """k limited to the vocabulary, 0 for the whole of it; a ConfigError for k = 1 (of entropy 0), below 0 or no whole number."""
     if not isinstance(k, Integral) or k < 0 or k == 1:
         raise ConfigError(
             f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}; the paper uses 100, EAFT 20"

@@ -178,11 +178,7 @@ def statistics_of_logits(
 
 
 def require_labels(labels_T: torch.Tensor, vocabulary: int) -> None:
-    """Refuse labels that are no index of the vocabulary; other losses ignore other numbers than ours, −100.
-
-    Raises:
-        ConfigError: naming the smallest and the largest label.
-    """
+    """Refuse (ConfigError) labels that are no index of the vocabulary; other losses ignore other numbers than ours, −100."""
     if labels_T.numel() == 0 or labels_T.is_meta or type(labels_T) is not torch.Tensor:
         return  # nothing to look at: tensors without data are how a plan counts
     low, high = (int(value) for value in labels_T.aminmax())
@@ -204,14 +200,9 @@ class Plan:
     tiling: Tiling
 
     @property
-    def vocabulary(self) -> int:
-        """V."""
-        return int(self.head.weight.shape[0])
-
-    @property
     def full(self) -> bool:
         """The top-k entropy is the full one, divided by log V."""
-        return self.k >= self.vocabulary
+        return self.k >= self.head.vocabulary
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -233,7 +224,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
         sparse = "topk_entropy" in plan.outputs and not plan.full
         with_entropy = "entropy" in plan.outputs or ("topk_entropy" in plan.outputs and plan.full)
         columns: dict[str, torch.Tensor] = {}
-        spans = plan.tiling.spans(plan.vocabulary)
+        spans = plan.tiling.spans(plan.head.vocabulary)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             head = Projection(plan.head)
             for rows in chunks(hidden_TD.shape[0], plan.tiling.tokens):
@@ -290,7 +281,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
             if hidden_TD is not None and not (grad_log_prob is None and grad_entropy is None):
                 if total_TD is None:
                     total_TD = log_z_T.new_zeros(hidden_TD.shape)
-                spans = plan.tiling.spans(plan.vocabulary)
+                spans = plan.tiling.spans(plan.head.vocabulary)
                 columns = (hidden_TD, labels_T, log_z_T, entropy_T, grad_log_prob, grad_entropy)
                 for rows in chunks(hidden_TD.shape[0], plan.tiling.tokens):
                     parts: list[Any] = [None if column is None else column[rows] for column in columns]

@@ -55,14 +55,10 @@ def preferred_tokens(device: str) -> int:
 
 
 def tiling(vocabulary: int, width: int, device: str, *, widened: bool, tokens: int | None = None) -> Tiling:
-    """Tile sizes for logits of four bytes.
+    """Tile sizes for logits of four bytes, of a head [V, D] on a type of device.
 
-    Args:
-        vocabulary: V, or the part of it that this process holds.
-        width: D.
-        device: device type of the head.
-        widened: whether head rows are copied to fp32 for the product; their copy then keeps to the budget too.
-        tokens: positions per tile where the caller insists.
+    `widened` says whether head rows are copied to fp32 for the product; their copy then keeps to the budget too. `tokens` are the
+    positions of a tile where the caller insists.
     """
     # 64 MiB: 128 tokens × 131,072, or 512 × 32,768
     columns = max(MIN_TILE_SIDE, TILE_BYTES // (4 * (tokens or preferred_tokens(device))))
@@ -92,6 +88,11 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
 
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary, V."""
+        return int(self.weight.shape[0])
+
     def logits(self, hidden: torch.Tensor, working: torch.dtype) -> torch.Tensor:
         """Full logits [..., V] by plain autograd, multiplied in `working`; at least fp32 from there on."""
         bias = None if self.bias is None else self.bias.to(working)
@@ -107,7 +108,7 @@ class Projection:
     """
 
     def __init__(self, head: Head) -> None:
-        self.scale, self.softcap = head.scale, head.softcap
+        self.vocabulary, self.scale, self.softcap = head.vocabulary, head.scale, head.softcap
         self.weight_VD = weight_VD = head.weight
         self.working = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
         self.direct = multiplies_directly(weight_VD)
@@ -117,11 +118,6 @@ class Projection:
         self.wide_rows: torch.Tensor | None = None
         self.wide_span: tuple[int, int] | None = None
         self.both_bf16 = False
-
-    @property
-    def vocabulary(self) -> int:
-        """Size of the vocabulary, V."""
-        return int(self.weight_VD.shape[0])
 
     def states(self, hidden_CD: torch.Tensor) -> torch.Tensor:
         """Hidden states in the dtype in which they are multiplied."""
@@ -246,10 +242,8 @@ def products_of_bf16(exact: bool) -> Iterator[None]:
     """Let a processor that multiplies bf16 do so with fp32 copies of bf16 numbers, summed and returned in fp32.
 
     Nothing is rounded that was not, as the copies hold bf16 numbers, and the product takes 0.4 of the time on AVX512 with bf16.
-    The setting is PyTorch's for the whole process (2.9 and later), put back at once.
-
-    Args:
-        exact: whether both factors are such copies; nothing is done otherwise, and nothing on other processors.
+    The setting is PyTorch's for the whole process (2.9 and later), put back at once. Nothing is done where not both factors are
+    such copies (`exact`), and nothing on other processors.
     """
     matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
     native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
@@ -384,12 +378,8 @@ def recomputed_gradient(
 ) -> torch.Tensor:
     """d(Σ g_y log p_y + g_h H)/d hidden, [C, D], by projecting the tiles once more.
 
-    Args:
-        spans: the tiles.
-        hidden_CD, labels_C: the chunk.
-        log_z_C: log-sum-exp over the whole vocabulary.
-        entropy_C: full entropy, where it has a gradient.
-        grad_y, grad_h: g_y and g_h, each [C] or None; not both None.
+    `log_z_C` is log-sum-exp over the whole vocabulary, `entropy_C` the full entropy where it has a gradient; g_y and g_h are each
+    [C] or None, not both None.
     """
     states_CD = head.states(hidden_CD)
     total_CD = log_z_C.new_zeros(hidden_CD.shape)

@@ -72,17 +72,11 @@ def read_gates(
     """Read and check a gated folder, or a plain adapter under one constant λ: it has no gates.
 
     A constant for a part is returned as gates without weights whose biases are that constant, with no override over them, so
-    that whoever knows gates serves it.
+    that whoever knows gates serves it. `allow_extra_tensors` takes adapters that change more than A and B, too, which no server
+    with gates does; those of `KEYS_NEEDING_MODEL` are then not known again by their hash.
 
-    Args:
-        folder: gated, or a plain adapter.
-        override: laid over λ.
-        allow_extra_tensors: take adapters that change more than A and B, too, which no server with gates does; those of
-            `KEYS_NEEDING_MODEL` are then not known again by their hash.
-
-    Raises:
-        ArtifactError: naming the file and what is wrong with it: schema, hash, module, shape, dtype, a number that is not
-            finite, gates of another adapter, or an override that a plain adapter cannot have.
+    An ArtifactError names the file and what is wrong: schema, hash, module, shape, dtype, a number that is not finite, gates of
+    another adapter, or an override that a plain adapter cannot have.
     """
     folder = Path(folder)
     if not is_gated(folder) and override is not None:

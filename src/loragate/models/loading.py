@@ -71,11 +71,7 @@ _NON_CAUSAL_SUFFIXES = (
 
 
 def torch_device(how: Loading) -> str:
-    """The device; "auto" is CUDA, then MPS, then the CPU. Each of several processes on a machine has its own GPU.
-
-    Raises:
-        ConfigError: for a device that is not usable here.
-    """
+    """The device; "auto" is CUDA, then MPS, then the CPU. Each of several processes on a machine has its own GPU."""
     if how.device != "auto":
         try:
             torch.empty(0, device=how.device)
@@ -112,9 +108,7 @@ def torch_dtype(how: Loading, autocast: bool = False) -> Any:
 def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
 
-    Raises:
-        ConfigError: where the package gguf is not installed, and for a folder or a repository that holds an adapter alone.
-        ArtifactError: for a GGUF file that cannot be fetched from the hub.
+    A ConfigError without the package gguf and for an adapter alone, an ArtifactError for a GGUF file that the hub does not give.
     """
     if not base.is_gguf:
         folder = Path(base.name)
@@ -125,7 +119,9 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
                     "merged --out FOLDER, and name that with --base FOLDER"
                 )
             # transformers would put the adapter on the base by itself
-            return _link_without_adapter(folder.absolute()).name, {}
+            return _linked(
+                *(path for path in folder.absolute().iterdir() if not path.name.startswith("adapter_"))
+            ).name, {}
         if base.on_hub:
             _refuse_adapter_on_hub(base)
         return base.name, {"revision": base.revision} if base.revision else {}
@@ -143,23 +139,15 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
             raise ArtifactError(f"{base}: the file could not be fetched from the hub ({said})") from error
     # from a folder that holds another form of a model too, transformers takes that one's tokenizer, whatever file is named
     beside = any(other.suffix in (".json", ".jinja", ".model", ".txt") for other in path.parent.iterdir())
-    return _link_in_temporary_folder(path.absolute()).name if beside else str(path.parent), {"gguf_file": path.name}
+    return _linked(path.absolute()).name if beside else str(path.parent), {"gguf_file": path.name}
 
 
 @cache  # and kept until the process ends
-def _link_in_temporary_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="loragate-gguf-")
-    (Path(folder.name) / path.name).symlink_to(path)
+def _linked(*paths: Path) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="loragate-base-")
+    for path in paths:
+        (Path(folder.name) / path.name).symlink_to(path)
     return folder
-
-
-@cache
-def _link_without_adapter(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    linked = tempfile.TemporaryDirectory(prefix="loragate-base-")
-    for path in folder.iterdir():
-        if not path.name.startswith("adapter_"):
-            (Path(linked.name) / path.name).symlink_to(path)
-    return linked
 
 
 @cache  # asked once of the hub
@@ -258,10 +246,8 @@ def generation_config(base: ModelRef, trust: bool = False) -> Any:
 def base_weights(base: ModelRef, **arguments: Any) -> Any:
     """A causal LM with its weights; `arguments` are those of `AutoModelForCausalLM.from_pretrained`.
 
-    Raises:
-        ConfigError: for a GGUF file that is to be quantised anew.
-        ArtifactError: for a base that does not hold all weights of a causal language model.
-        LoragateError: for a weight file that was cut off, by its name.
+    An ArtifactError for a base that lacks weights of a causal language model, a LoragateError naming a weight file that was cut
+    off, or for a GGUF file that is to be quantised anew.
     """
     name, beside = _from_pretrained_arguments(base)
     arguments["output_loading_info"] = True
@@ -323,11 +309,7 @@ def _unreadable_weights(folder: Path) -> Path | None:
 
 
 def require_causal(config: Any, name: str) -> None:
-    """Refuse a base whose checkpoint is of an encoder or a classifier, which transformers would load as a causal model.
-
-    Raises:
-        ConfigError: naming its class.
-    """
+    """Refuse (ConfigError) a base whose checkpoint is of an encoder or a classifier, which transformers would load as causal."""
     kinds = [str(kind) for kind in getattr(config, "architectures", None) or ()]
     if kinds and all(kind.endswith(_NON_CAUSAL_SUFFIXES) for kind in kinds):
         raise ConfigError(
@@ -349,14 +331,9 @@ def refuse_gguf(base: ModelRef, what: str) -> None:
 def open_base(base: ModelRef, how: Loading, host_memory: bool = False, autocast: bool = False) -> Any:
     """A causal LM on its device, in eval mode, its errors those of transformers; in 8 or 4 bits where that is asked for.
 
-    Quantised weights are put on their device while they are loaded and are not moved afterwards.
-
-    Args:
-        host_memory: load the base into host memory instead of the device, from where its shards go to the devices.
-        autocast: whether a training in 16 bits follows.
-
-    Raises:
-        ConfigError: if a quantisation is asked for and the checkpoint is quantised already.
+    Quantised weights are put on their device while they are loaded and are not moved afterwards; a ConfigError where a
+    checkpoint is quantised already. `host_memory` loads the base there, from where its shards go to the devices; `autocast` says
+    that a training in 16 bits follows.
     """
     arguments: dict[str, Any] = {"dtype": torch_dtype(how, autocast), "trust_remote_code": how.trust_remote_code}
     device = "cpu" if host_memory else torch_device(how)
@@ -493,9 +470,7 @@ def open_weights(place: ModelSource, how: Loading, host_memory: bool = False) ->
 def load_adapter(base: Any, place: ModelSource) -> Any:
     """Adapter, gates and override of a place on a base in memory, as a frozen PeftModel in eval mode.
 
-    Raises:
-        LoragateError: for an adapter of another base.
-        ArtifactError: for an adapter that the base takes in part only, and as `loragate.load_gates`.
+    A LoragateError for an adapter of another base, an ArtifactError for one that the base takes in part only.
     """
     with explained("adapter", place.ref.name):
         model = load_peft(base, place.adapter)

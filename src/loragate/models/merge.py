@@ -34,21 +34,18 @@ from loragate.models.source import ModelRef
 def merge_and_save(
     base: ModelRef, adapter: Path, folder: Path, how: Loading = DEFAULT_LOADING, *, called: str = ""
 ) -> OutputDifference:
-    """Write base and adapter as one model, load it again, and compare it with the adapter on its base.
+    """Write base and adapter as one model to a new or empty folder, load it again, and compare it with the adapter on its base.
 
     A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away. The limit holds against the
     adapter on the unpacked base; how far the written model is from the adapter on the packed one is a figure beside it.
 
     Args:
-        folder: new or empty.
         how: dtype of the written weights ("auto" is the base's own) and trust; with a quantization, the plain base is also loaded
             in 8 or 4 bits for that figure.
         called: name of the adapter in errors, where `adapter` is a temporary folder.
 
-    Raises:
-        ConfigError: for a packed base without a dtype of 16 bits or more.
-        LoragateError: where the written model does not compute what the adapter does on its base, or loses most of it by
-            rounding, or the disk has no room for it, naming both sizes.
+    A ConfigError for a packed base without a dtype of 16 bits or more; a LoragateError where the written model does not compute
+    what the adapter does on its base, or loses most of it by rounding, or the disk has no room for it.
     """
     trust, named = how.trust_remote_code, called or str(adapter)
     with explained("base model", base.name):

@@ -59,12 +59,7 @@ def is_base_available_offline(base: ModelRef) -> bool:
 
 
 def make_probe_prompts(config: Any, adapter_config: Mapping[str, Any]) -> list[list[int]]:
-    """Token ids, the same on every machine: random ones, and those that the adapter trained or that begin and end texts.
-
-    Args:
-        config: of the base, from transformers.
-        adapter_config: adapter_config.json.
-    """
+    """Token ids, the same on every machine: random ones, and those that the adapter trained or that begin and end texts."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or PROMPT_TOKENS
     draw, length = random.Random(SEED), min(PROMPT_TOKENS, positions)
@@ -111,11 +106,7 @@ def compare(expected: list[torch.Tensor], found: list[torch.Tensor], dtype: torc
 
 
 def require_agreement(found: OutputDifference, written: str, original: str) -> None:
-    """Refuse a written model that computes something else.
-
-    Raises:
-        LoragateError: with both figures.
-    """
+    """Refuse (LoragateError) a written model that computes something else."""
     if not found.mean_difference <= found.limit:
         raise LoragateError(
             f"{written} does not compute what {original} does: {found}. Nothing was kept; please report it with both "

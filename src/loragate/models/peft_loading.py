@@ -95,10 +95,8 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     """A base in memory under the adapter of a folder, called "default": a PeftModel, frozen and in eval mode unless `trainable`.
 
     The base is a causal language model whatever task the adapter's label names. A frozen adapter has no dropout, which would
-    never act, and which PEFT refuses on fused experts.
-
-    Raises:
-        ArtifactError: for a folder that cannot be used, and for tensors that the base has no place for, or places without one.
+    never act, and which PEFT refuses on fused experts. An ArtifactError for a folder that cannot be used, and for tensors that
+    the base has no place for, or places without one.
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
@@ -132,9 +130,8 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
 def check_adapter_fits(base: Any, path: str | Path) -> Any:
     """`load_peft` on a base without weights (meta device): whether every key has its place is known from names and shapes.
 
-    Raises:
-        MisfitError: for target modules that this base lacks, tensors of another shape, and as `require_fully_loaded`.
-        ArtifactError: for a folder that cannot be used.
+    An `AdapterMismatchError` for modules that this base lacks, tensors of another shape, and as `require_fully_loaded`; an
+    ArtifactError for a folder that cannot be used.
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
@@ -233,7 +230,7 @@ def find_unmatched_patterns(model: Any, folder: AdapterFolder) -> list[Finding]:
 
 
 def require_fully_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
-    """Refuse a model that took a part of its adapter, "default", only: MisfitError with counts, examples and the likely reason.
+    """Refuse (`AdapterMismatchError`) a model that took a part of its adapter, "default", only, with the likely reason.
 
     `unexpected` keys of the file have no place, `missing` ones of the model, the base's own among them, are not in the file.
     """

@@ -42,15 +42,10 @@ Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Family:
-    """A dense family whose linear layers llama.cpp and MLX keep one to one.
+    """A dense family whose linear layers llama.cpp and MLX keep one to one."""
 
-    Attributes:
-        gguf: llama.cpp's name of the architecture.
-        reordered: whether llama.cpp has the rows of q and k in another order, that of its rotary embedding.
-    """
-
-    gguf: str
-    reordered: bool = False
+    gguf: str  # llama.cpp's name of the architecture
+    reordered: bool = False  # whether llama.cpp has the rows of q and k in another order, that of its rotary embedding
 
 
 FAMILIES = {
@@ -70,28 +65,18 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """Another runtime's files.
+    """Another runtime's files."""
 
-    Attributes:
-        title: as in sentences.
-        write: called with (folder of a plain adapter of one scale, folder to write to, configuration of the base).
-        read: called with (folder that was written, folder for the PEFT adapter, configuration of the base).
-        usage: how the written folder is used, with {folder}.
-    """
-
-    title: str
-    write: Callable[[Path, Path, Any], None]
-    read: Callable[[Path, Path, Any], None]
-    usage: str
+    title: str  # as in sentences
+    write: Callable[
+        [Path, Path, Any], None
+    ]  # (a plain adapter of one scale, folder to write to, the base's configuration)
+    read: Callable[[Path, Path, Any], None]  # (folder that was written, folder for the PEFT adapter, the configuration)
+    usage: str  # how the written folder is used, with {folder}
 
 
 def write_gguf(adapter: Path, folder: Path, base: Any) -> None:
-    """llama.cpp's adapter in one file, in fp32.
-
-    Raises:
-        ConfigError: where the package gguf is not installed, or for a base of another family.
-        ArtifactError: for an adapter that the file cannot hold.
-    """
+    """llama.cpp's adapter in one file, in fp32; errors as of `write_mlx`, and a ConfigError without the package gguf."""
     gguf, family = _gguf(), require_known_family(base, "gguf")
     names = _gguf_names(gguf, family, base)
     factors, scale = _read_factors(adapter, names, "llama.cpp")
@@ -120,8 +105,7 @@ def write_gguf(adapter: Path, folder: Path, base: Any) -> None:
 def read_gguf(folder: Path, into: Path, base: Any) -> None:
     """The PEFT adapter that llama.cpp makes of the file: each module's scale is adapter.lora.alpha ÷ its rank.
 
-    Raises:
-        ArtifactError: for a file that llama.cpp would not take, naming key or tensor.
+    An ArtifactError for a file that llama.cpp would not take, naming key or tensor.
     """
     gguf, family, path = _gguf(), require_known_family(base, "gguf"), folder / GGUF_FILE
     try:
@@ -151,9 +135,7 @@ def read_gguf(folder: Path, into: Path, base: Any) -> None:
 def write_mlx(adapter: Path, folder: Path, base: Any) -> None:
     """mlx-lm's adapter: adapters.safetensors, and adapter_config.json with rank, scale and the layers that it adapts.
 
-    Raises:
-        ConfigError: for a base of another family.
-        ArtifactError: for an adapter that the files cannot hold.
+    A ConfigError for a base of another family, an ArtifactError for an adapter that the files cannot hold.
     """
     require_known_family(base, "mlx")
     names = {path: path for path in linear_sizes(base) if path.startswith("model.layers.")}
@@ -170,8 +152,7 @@ def write_mlx(adapter: Path, folder: Path, base: Any) -> None:
 def read_mlx(folder: Path, into: Path, base: Any) -> None:
     """The PEFT adapter that mlx-lm makes of the folder: factors of the modules named by `keys`, times `scale`.
 
-    Raises:
-        ArtifactError: for files that mlx-lm would not take, or of which it would leave something out, naming key or tensor.
+    An ArtifactError for files that mlx-lm would not take, or of which it would leave something out.
     """
     path, sizes = folder / MLX_WEIGHTS, linear_sizes(base)
     try:

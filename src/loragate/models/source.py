@@ -48,18 +48,8 @@ _FILES: dict[str, tuple[str, ...]] = {
     CONFIG: (CONFIG, GATES, SAMPLING, CARD, f"{ADAPTER}/*"),
     # tokenizers and templates have many files, of which tokenization_*.py is kept as data alone
     ADAPTER_CONFIG: (
-        *(
-            "adapter_*",
-            SAMPLING,
-            CARD,
-            "*token*.json",
-            "tokeniz*",
-            "*.tiktoken",
-            "tekken.json",
-            "vocab.*",
-            "merges.txt",
-        ),
-        *("*.model", "*.jinja", "additional_chat_templates/*"),
+        *("adapter_*", SAMPLING, CARD, "*token*.json", "tokeniz*", "*.tiktoken", "tekken.json", "vocab.*"),
+        *("merges.txt", "*.model", "*.jinja", "additional_chat_templates/*"),
     ),
 }
 
@@ -79,13 +69,8 @@ class ModelRef:
         """`owner/name@v1` is a revision, `owner/name@unit` an override, `owner/name@v1@unit` both; a folder that is there under
         the whole text is just that. A revision that is called like an override is named by its commit.
 
-        Args:
-            text: as typed.
-            revision: of a hub id, from elsewhere.
-
-        Raises:
-            ConfigError: for an override that is not known.
-            ArtifactError: for two revisions that differ.
+        `revision` is that of a hub id, from elsewhere. A ConfigError for an override that is not known, an ArtifactError for two
+        revisions that differ.
         """
         head, _ = split_folder(text)
         # what split_folder took off is "@" and the override as typed, or nothing
@@ -305,14 +290,9 @@ def read_sampling_record(folder: Path) -> dict[str, Any]:
 
 
 def require_here(what: str, name: str, *, of_adapter: bool = False) -> None:
-    """Refuse a name that is neither a folder here nor a hub id, before anything is asked of the network.
+    """Refuse (ConfigError) a name that is neither a folder here nor a hub id, before anything is asked of the network.
 
-    Args:
-        what, name: of the model.
-        of_adapter: it is the base of an adapter, which may have one of the hub's old names without an owner (gpt2).
-
-    Raises:
-        ConfigError: naming what was looked for, and the folder that was probably meant.
+    The base of an adapter (`of_adapter`) may have one of the hub's old names without an owner (gpt2).
     """
     if Path(name).is_file() and not name.lower().endswith(".gguf"):
         raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
@@ -355,13 +335,8 @@ class _HubNotFoundError(ArtifactError):
 def _download(name: str, revision: str, *kinds: str) -> Path:
     """The folder of one commit in the hub cache; nothing is asked of the network where it is offline.
 
-    Args:
-        name, revision: of the repository.
-        kinds: keys of `_FILES`; the first that the repository holds decides what is downloaded.
-
-    Raises:
-        ArtifactError: `_HubNotFoundError` if the repository, or each of `kinds` in it, is not there; else if the revision is not
-            there, or the download failed.
+    The first of `kinds`, keys of `_FILES`, that the repository holds decides what is downloaded. A `_HubNotFoundError` where the
+    repository, or each of `kinds` in it, is not there; an ArtifactError for a revision that is not, and a failed download.
     """
     failed: Exception | None = None
     unreachable: tuple[type[Exception], ...] = (errors.HFValidationError, *hub_errors())
@@ -425,8 +400,7 @@ def _refuse_override(ref: ModelRef, what: str) -> None:
 def find_gguf_in_folder(base: ModelRef) -> ModelRef:
     """The GGUF file where the base is a folder with no other form of a model; any other base as it is.
 
-    Raises:
-        ConfigError: if there are several such files, or the one is an adapter.
+    A ConfigError if there are several such files, or the one is an adapter.
     """
     folder = Path(base.name)
     found = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))

@@ -21,7 +21,7 @@ from loragate.analysis.gates import PAPER
 from loragate.display import duration
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
-from loragate.evaluation.tasks import Task
+from loragate.evaluation.settings import parse_constants
 from loragate.evaluation.variants import variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
@@ -59,10 +59,10 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
 
     Several processes each need as much memory, less what FSDP2 shards.
     """
-    model, found, stages = _model_of(recipe), dict[str, Cost](), list(map(_with_defaults, recipe.stages))
-    for number, stage in enumerate(stages if model is not None else ()):
-        found[stage.name] = _cost(stage, stages[:number], model, GPUS[recipe.machine])
-    return found
+    if (model := _model_of(recipe)) is None:
+        return {}
+    stages = list(map(_with_defaults, recipe.stages))
+    return {one.name: _cost(one, stages[:number], model, GPUS[recipe.machine]) for number, one in enumerate(stages)}
 
 
 def memory_warnings(recipe: Recipe, names: Collection[str] = ()) -> Iterator[str]:
@@ -203,21 +203,19 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         if not sources:
             return Cost("memory unknown, as its answers are not of this recipe", None)
         (source,) = sources
-        tasks = select_tasks(options_of(source, source.name))
+        work = _work(source)
         # nothing is kept for a way back: one layer at a time, as where a training recomputes them
-        rows, longest = int(options.get("batch_size") or 1), max(_limit(task, source) for task in tasks)
+        rows, longest = int(options.get("batch_size") or 1), max(limit for _, _, limit in work)
         read = estimate(model, base=_stored_as(stage), sequence=longest, rows=rows, gradient_checkpointing=True)
         most = int(options.get("answers", 4))
-        tokens = sum(
-            _questions(task, source) * min(_samples(task, source), most) * _limit(task, source) for task in tasks
-        )
+        tokens = sum(questions * min(samples, most) * limit for questions, samples, limit in work)
         needed = read.weights + read.activations + GIB
         return Cost(f"about {needed / GIB:.1f} GiB of GPU memory", _hours(read.forward * tokens, gpu), needed)
-    tasks = select_tasks(options_of(stage, stage.name))
-    name = str(options.get("model") or "").strip("{}")
-    last = trained.get(name)
+    work, size = _work(stage), int(options.get("batch_size", 64))
+    last = trained.get(str(options.get("model") or "").strip("{}"))
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
     # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
+    greedy: list[str] = []  # those that give one answer to each question
     if "sweep" in options and str(options["sweep"]).strip("{}") not in trained:
         return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
@@ -231,44 +229,42 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         suppressed = comma_list(str(options.get("suppress", "negative,positive")))
         variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
     else:
-        given = comma_list(str(options.get("constants", "0.5")))
-        constants = [value if "=" in value else float(value) for value in given]
-        variants = [one.weights for one in variants_for(kind, options.get("controls", "cheap"), constants)]
+        constants = parse_constants(str(options.get("constants", "0.5")))
+        wanted = variants_for(kind, options.get("controls", "cheap"), constants)
+        variants = [one.weights for one in wanted if one.temperature != 0]
+        greedy = [one.weights for one in wanted if one.temperature == 0]
     need = estimate(model, base=_stored_as(stage))
-    drawn = sum(_questions(task, stage) * _samples(task, stage) for task in tasks)
-    longest = max(_limit(task, stage) for task in tasks)
-    said = f"{len(variants) * drawn:,} answers of at most {longest:,} tokens"
+    parts = [
+        (names, answers, limit)
+        for questions, samples, limit in work
+        for names, answers in ((variants, questions * samples), (greedy, questions))
+    ]
+    drawn, longest = sum(len(names) * answers for names, answers, _ in parts), max(limit for _, _, limit in parts)
+    said = f"{drawn:,} answers of at most {longest:,} tokens"
     seconds = 0.0
-    for task in tasks:
-        answers, limit = _questions(task, stage) * _samples(task, stage), _limit(task, stage)
+    for names, answers, limit in parts:
         if options.get("engine") == "vllm":
             together = min(SEQUENCES, answers)
             step = (need.weights + together * limit / 2 * need.cache) / (gpu.bandwidth * OF_BANDWIDTH)
-            seconds += len(variants) * answers * limit / together * step
+            seconds += len(names) * answers * limit / together * step
         else:
             layers = model.config.get_text_config().num_hidden_layers
             passes = {**LAYER_S, "suppressed": LAYER_S["base"] + 2 * LAYER_S["adapter"]}
-            batches = -(-answers // int(options.get("batch_size", 64)))
-            seconds += sum(passes[one] for one in variants) * layers * batches * limit
+            seconds += sum(passes[one] for one in names) * layers * -(-answers // size) * limit
     memory, needed = "vLLM fills 0.9 of the GPU", 0.0
     if options.get("engine") != "vllm":
         streams = 3 if what == "entropy" else 1
-        cache = streams * int(options.get("batch_size", 64)) * longest * need.cache
-        needed = need.weights + cache + GIB
+        needed = need.weights + streams * size * longest * need.cache + GIB
         memory = f"about {needed / GIB:.1f} GiB of GPU memory on transformers"
     return Cost(f"{memory}; {said}", seconds / 3600, needed)
 
 
-def _questions(task: Task, stage: Stage) -> int:
-    rows = task.dataset.rows or 0
-    limit = int(stage.options.get("limit") or rows)
-    subsets = len(task.harness.subsets) if task.harness else 0
-    return min(rows, limit * max(1, subsets))  # a limit is of each subset
-
-
-def _samples(task: Task, stage: Stage) -> int:
-    return task.generation.samples if task.harness else int(stage.options.get("samples") or task.generation.samples)
-
-
-def _limit(task: Task, stage: Stage) -> int:
-    return int(stage.options.get("max_new_tokens") or task.generation.max_new_tokens)
+def _work(stage: Stage) -> list[tuple[int, int, int]]:
+    """(questions, samples of each, token limit) of each task of an evaluation."""
+    options, found = stage.options, []
+    for task in select_tasks(options_of(stage, stage.name)):
+        own, rows, subsets = task.generation, task.dataset.rows or 0, len(task.harness.subsets) if task.harness else 0
+        limit = int(options.get("limit") or rows) * max(1, subsets)  # it is of each subset
+        samples = own.samples if task.harness else int(options.get("samples") or own.samples)
+        found.append((min(rows, limit), samples, int(options.get("max_new_tokens") or own.max_new_tokens)))
+    return found

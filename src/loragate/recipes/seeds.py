@@ -41,7 +41,7 @@ class SeedScore:
 def read_seeds(text: str) -> list[int]:
     """Seeds separated by commas; raises ConfigError for fewer than two, for one given twice and for what is no whole number."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts) or len(parts) < 2 or len({*map(int, parts)}) < len(parts):
+    if not all(part.isdecimal() for part in parts) or len(parts) < 2 or len({*map(int, parts)}) < len(parts):
         raise ConfigError(f"--seeds {text}: expected two or more different whole numbers, such as 42,3407,2025")
     return list(map(int, parts))
 

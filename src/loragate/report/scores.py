@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from loragate.display import format_points, percent, pluralize, temperature_label
 from loragate.report.table import (
@@ -45,6 +45,7 @@ CELL = re.compile(rf"{RANGE.pattern}( ce)?(, seed \d+)?( greedy| T=[\d.]+)?")
 SAMPLED = re.compile(rf"{CELL.pattern}|greedy|T=[\d.]+|(\w+ )?λ=[-\d.]+( greedy| T=[\d.]+)?")
 """What may follow base, adapter or gates in a label that is no control of its own: a range, a temperature, one λ."""
 NO_CHOICE = "a test may not choose among them"
+NOT_SHOWN = "no difference shown"
 VERDICTS = {"better": "significantly better than the adapter", "worse": "significantly worse than the adapter"}
 
 
@@ -268,17 +269,22 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     single = _verdicts([(task["name"], rows_of(record, task["name"]), "avg_at_k") for task in record["tasks"]])
     verdicts |= {name: said for name, said in single.items() if said == "worse"}
     helped, hurt, unsure = (
-        [where for where, said in verdicts.items() if said == verdict]
-        for verdict in ("better", "worse", "no difference shown")
+        [where for where, said in verdicts.items() if said == verdict] for verdict in ("better", "worse", NOT_SHOWN)
     )
     # a gain at one temperature is none where the adapter alone is better at another
-    beaten = {where: best for where in helped if (best := _best_of_both(record, where, "gated")) and best[0] > best[1]}
+    beaten = {
+        where: best for where in helped if (best := _best_of_both(record, where, "gated")) and best.verdict != "better"
+    }
     helped = [where for where in helped if where not in beaten]
     cells = [(where, found) for where, rows, _ in every if (found := _cells(rows))[0]]
     bases = _verdicts(every, "base")
     # the base likewise: better at one temperature is not better where everybody may take the best
-    turned = {where: best for where, said in bases.items() if (best := _turned(record, where, said))}
-    bases |= dict.fromkeys(turned, "no difference shown")
+    turned = {
+        where: (said, best)
+        for where, said in bases.items()
+        if said != NOT_SHOWN and (best := _best_of_both(record, where, "base")) and best.verdict != said
+    }
+    bases |= dict.fromkeys(turned, NOT_SHOWN)
     lost = [where for where, said in bases.items() if said == "better"]
     if cells and not verdicts:
         advice = "; ".join([*(f"On {where}, {_cells_in_words(found)}" for where, found in cells), NO_CHOICE])
@@ -294,10 +300,10 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
         advice = "Use the plain adapter: the gates are significantly worse"
         advice += f" on {', '.join(hurt)}" if unsure or beaten else ""
     elif beaten:
-        where, (adapter, gated) = next(iter(beaten.items()))
+        where, best = next(iter(beaten.items()))
         advice = (
             "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, "
-            f"and at the best of each it has {percent(adapter)} % and the gates {percent(gated)} %"
+            f"and at the best of each it has {best.said('the gates')}"
         )
         advice += f" on {where}" if len(verdicts) > 1 else ""
     else:
@@ -309,11 +315,11 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     if lost and _has_gates(record):
         advice += f"; the base without any adapter is {VERDICTS['better']}"
         advice += f" on {', '.join(lost)}" if len(bases) > len(lost) else ""
-    for where, (adapter, base) in turned.items():
-        ahead = "the base" if adapter > base else "the adapter"
+    for where, (said, best) in turned.items():
+        ahead = "the base" if said == "better" else "the adapter"
         advice += (
             f"; {f'on {where} ' if len(bases) > 1 else ''}{ahead} is better at the task's own temperature alone: at the best of "
-            f"each the adapter has {percent(adapter)} % and the base {percent(base)} %"
+            f"each the adapter has {best.said('the base')}"
         )
     title, rows, key = next((one for one in every if one[0] in helped[:1]), every[0])
     names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
@@ -353,21 +359,26 @@ def _advice_without_gates(bases: Mapping[str, str]) -> str:
     return "The adapter is not significantly different from its base"
 
 
-def _turned(record: Record, where: str, verdict: str) -> tuple[float, float] | None:
-    """What adapter and base score at the best temperature of each, where that takes the base's verdict back."""
-    best = _best_of_both(record, where, "base")
-    if best is None or verdict not in ("better", "worse"):
-        return None
-    return best if (best[0] > best[1] if verdict == "better" else best[0] <= best[1]) else None
+class _Best(NamedTuple):
+    """The adapter and another model, each at its best temperature."""
+
+    adapter: float
+    other: float
+    verdict: str
+    """On the other model; by the scores alone where no comparison is on record, as of the average of a suite."""
+
+    def said(self, other: str) -> str:
+        unsure = ", no significant difference" if self.verdict == NOT_SHOWN else ""
+        return f"{percent(self.adapter)} % and {other} {percent(self.other)} %{unsure}"
 
 
-def _best_of_both(record: Record, where: str, other: str) -> tuple[float, float] | None:
+def _best_of_both(record: Record, where: str, other: str) -> _Best | None:
     """What the adapter and another model score at the best temperature of each; None where one alone was asked.
 
     At several temperatures it is `at_best`, which the choice does not flatter.
     """
     tasks = next((rows[0].get("tasks", ()) for title, rows in suites_of(record) if title == where), (where,))
-    scores, several = {"adapter": 0.0, other: 0.0}, False
+    scores, several, versus = {"adapter": 0.0, other: 0.0}, False, None
     for task in tasks:
         own = {row["variant"]: row for row in rows_of(record, task) if row["control"] is None}
         if not scores.keys() <= own.keys():
@@ -376,7 +387,10 @@ def _best_of_both(record: Record, where: str, other: str) -> tuple[float, float]
             best = own[name].get("at_best")
             several |= best is not None
             scores[name] += (best["score"] if best else own[name]["avg_at_k"])["mean"] / len(tasks)
-    return (scores["adapter"], scores[other]) if several else None
+            versus = best.get("comparison") if best and len(tasks) == 1 else None
+    low, high = (versus["low"], versus["high"]) if versus else (scores[other] - scores["adapter"],) * 2
+    verdict = "better" if low > 0 else "worse" if high < 0 else NOT_SHOWN
+    return _Best(scores["adapter"], scores[other], verdict) if several else None
 
 
 def _verdicts(every: list[tuple[str, list[Record], str]], variant: str = "gated") -> dict[str, str]:

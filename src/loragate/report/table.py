@@ -156,4 +156,6 @@ def with_best_scores(sheet: Table, values: Sequence[Mapping[str, Any] | None]) -
 def _best_cell(value: Mapping[str, Any] | None) -> Cell:
     if value is None:
         return (ABSENT,)
-    return (*share_cell(value["score"]), temperature_label(value["temperature"]))
+    versus = value.get("comparison")
+    gap = f"vs adapter {format_points(versus['mean'])}, {ends_of(versus)}" if versus else ""
+    return (*share_cell(value["score"]), temperature_label(value["temperature"]), gap)

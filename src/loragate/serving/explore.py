@@ -70,7 +70,7 @@ class Session:
         ways = {
             "base": lambda: as_base(self.model),
             "adapter": lambda: gates_disabled(self.model),
-            "gated": lambda: gate_override(self.model, minimum, maximum),
+            "gated": lambda: gate_override(self.model, minimum=minimum, maximum=maximum),
         }
         with self.lock:  # all three on one model, whose state they change
             answers = []
@@ -91,7 +91,7 @@ class Session:
             return self._trace(Question("0", question["prompt"], "", answers), minimum, maximum)
 
     def _trace(self, question: Any, minimum: float, maximum: float) -> dict[str, Any]:
-        with gate_override(self.model, minimum, maximum):
+        with gate_override(self.model, minimum=minimum, maximum=maximum):
             record = trace_answers(self.model, self.tokenizer, [question], max_tokens=1024)
         # what `reread` needs; a page may hold several conversations, so nothing of one is kept here
         return {**record, "token_ids": {answer.variant: list(answer.sample.token_ids) for answer in question.answers}}

@@ -57,7 +57,7 @@ class VerifySettings(Loading):
         lora: GGUF file of the adapter, with --llama-cpp.
         base: where the base model is, instead of the recorded one.
         served_adapter: what the server calls the adapter; by default a model from that folder, or called adapter. Of
-            llama-server the file's name without .gguf, or its id.
+            llama-server the file's id, path, or name without .gguf where no other is called so.
         served_base: what the server calls the base; by default base, or the model without a parent.
         adapters: further served adapters that must not mix with this one: NAME=FOLDER separated by commas.
         strength_by: how a request says a strength: name (NAME@constant=0.5), lora_scale (a field beside it) or none; auto asks

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
@@ -357,7 +356,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
             with opener.open(f"{url}/health", timeout=5) as reply:
                 if reply.status == 200:
                     return
-        except (urllib.error.URLError, OSError):
+        except OSError:
             pass
         time.sleep(0.5)
     raise LoragateError(f"vLLM did not answer at {url}/health within {START_S:g} seconds")

@@ -1,9 +1,5 @@
-from .arguments import (
-    GateTrainingArguments as GateTrainingArguments,
-)
-from .callbacks import (
-    StepReport as StepReport,
-)
+from .arguments import GateTrainingArguments as GateTrainingArguments
+from .callbacks import StepReport as StepReport
 from .settings import (
     GateTrainingSettings as GateTrainingSettings,
     RowsSettings as RowsSettings,
@@ -19,5 +15,5 @@ from .gate_training import (
     GateTrainer as GateTrainer,
     GateTrainingResult as GateTrainingResult,
     train_gates as train_gates,
-    training_rows as training_rows,
 )
+from .rows import training_rows as training_rows

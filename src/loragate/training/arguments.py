@@ -11,11 +11,11 @@ from typing import Any
 from trl import SFTConfig
 
 from loragate.errors import ConfigError
+from loragate.losses.entropy import support_size
 from loragate.training.checkpoints import TrainingFolder
-from loragate.training.model_state import checkpointing_argument
 from loragate.training.settings import GATE_OBJECTIVES, Decay, TrainSettings
 from loragate.training.strategy import detect_launch, process_state
-from loragate.validate import NonNegativeInt, validate
+from loragate.validate import validate
 
 # what is recorded of the arguments of a training
 _RECORDED = (
@@ -28,7 +28,6 @@ _RECORDED_IF_UNUSUAL = (
     "optim", "optim_args", "adam_epsilon", "lr_scheduler_kwargs", "data_seed", "neftune_noise_alpha", "dataloader_drop_last",
     "train_sampling_strategy", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "tf32", "torch_compile",
 )  # fmt: skip
-_LIMITS: dict[str, Any] = {"k": NonNegativeInt, "adam_beta1": Decay, "adam_beta2": Decay}
 # what an evaluation of this trainer gives beside the loss, with or without eval_ and the name of a data set
 _SMALLER_IS_BETTER = ("loss", "nll", "entropy")
 
@@ -65,16 +64,14 @@ class GateTrainingArguments(SFTConfig):
 
     def __post_init__(self) -> None:
         # transformers takes every metric whose name does not end in "loss" for one to be large
-        if getattr(self, "greater_is_better", None) is None and str(self.metric_for_best_model).endswith(
-            _SMALLER_IS_BETTER
-        ):
+        metric = str(self.metric_for_best_model)
+        if getattr(self, "greater_is_better", None) is None and metric.endswith(_SMALLER_IS_BETTER):
             self.greater_is_better = False
         if self.objective not in GATE_OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
-        for name, limits in _LIMITS.items():
-            validate(limits, getattr(self, name), name)
-        if self.k == 1:
-            raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            validate(Decay, getattr(self, name), name)
+        support_size(self.k, 1 << 30)
         if self.max_steps == 0:  # of which transformers makes one
             raise ConfigError("max_steps must be at least 1, or -1 to train for num_train_epochs, found 0")
         reject_ignored_arguments(self)
@@ -141,6 +138,8 @@ def build_trainer_arguments(
     steps = settings.steps(rows)
     if detect_launch().strategy == "fsdp2":
         process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
+    newer = any(one.name == "activation_checkpointing" for one in fields(kind))  # whose old name would be warned of
+    more["activation_checkpointing" if newer else "gradient_checkpointing"] = settings.gradient_checkpointing
     arguments = kind(
         output_dir=str(folder.path),
         per_device_train_batch_size=settings.per_device_train_batch_size,
@@ -157,7 +156,6 @@ def build_trainer_arguments(
         data_seed=settings.seed,
         packing=settings.packing,
         train_sampling_strategy="group_by_length" if settings.group_by_length else "sequential",
-        **checkpointing_argument(SFTConfig, settings.gradient_checkpointing),
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",
         tf32=None,

@@ -102,12 +102,7 @@ class GradientCheck(TrainerCallback):
 
     Also refuses a training whose gradients are exactly zero everywhere from its beginning on, as nothing would ever move: at the
     first step of the objectives of gates, which act on every token; at step `MOST_ZERO_STEPS`, or the last, of others, which may
-    begin at zero or wait for tokens of a kind.
-
-    Args:
-        parameters: what trains, by name.
-        objective: its name.
-        uses_loss_scaling: whether loss scaling (fp16) skips what is not finite; see `SkippedStepCheck`.
+    begin at zero or wait for tokens of a kind. What is not finite is left to `SkippedStepCheck` under loss scaling (fp16).
     """
 
     MOST_ZERO_STEPS = 10
@@ -150,9 +145,8 @@ class GradientCheck(TrainerCallback):
 class SkippedStepCheck(TrainerCallback):
     """Ends an fp16 run whose steps are all skipped: loss scaling drops a gradient that is not finite without a word.
 
-    A few skipped steps at the start are the scale finding its size: from 2^16 it is halved at each. After `MAX_CONSECUTIVE_SKIPS`
-        in a row it
-    is below 1, and the gradient itself is at fault.
+    A few skipped steps at the start are the scale finding its size: from 2^16 it is halved at each. After
+    `MAX_CONSECUTIVE_SKIPS` in a row it is below 1, and the gradient itself is at fault.
     """
 
     MAX_CONSECUTIVE_SKIPS = 25

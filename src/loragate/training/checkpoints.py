@@ -25,50 +25,32 @@ from loragate.training.strategy import detect_launch, process_state
 
 logger = logging.getLogger("loragate")
 
-TRAINER_STATE_FILE, METRICS_FILE, TRAINED_WEIGHTS_FILE, CHECKSUMS = (
-    "trainer_state.json",
-    "metrics.jsonl",
-    "trained.safetensors",
-    "checksums.json",
-)
+TRAINER_STATE_FILE, METRICS_FILE = "trainer_state.json", "metrics.jsonl"
+TRAINED_WEIGHTS_FILE, CHECKSUMS = "trained.safetensors", "checksums.json"
 PASS_ROWS = "per_device_train_batch_size"
 UNFINISHED = "it was not written to its end"
 
 
 @dataclass(frozen=True)
 class TrainingFolder:
-    """Where a training writes.
+    """Where a training writes; `resume` goes on with the run that is there, `overwrite` removes it and begins anew."""
 
-    Attributes:
-        path: of the run folder, or of a temporary one.
-        is_persistent: whether it outlives the training; without it there is no record, no log and nothing to go on from.
-        resume, overwrite: go on with the run that is there, or remove it and begin anew.
-    """
-
-    path: Path
-    is_persistent: bool = False
+    path: Path  # of the run folder, or of a temporary one
+    is_persistent: bool = False  # whether it outlives the training; else there is no record, no log, no checkpoint
     resume: bool = False
     overwrite: bool = False
 
     @property
     def recorded_pass_rows(self) -> int:
         """Rows of a pass of the run that is to be resumed on as many processes; 0 where none is."""
-        record = read_json(self.path / RunFolder.RECORD) if self.resume else {}
-        notes = record.get(RunFolder.NOTES)
-        if not isinstance(notes, dict) or notes.get("processes") != detect_launch().processes:
-            return 0
-        rows = notes.get(PASS_ROWS)
-        return rows if isinstance(rows, int) and rows > 0 else 0
+        notes = (read_json(self.path / RunFolder.RECORD) if self.resume else {}).get(RunFolder.NOTES) or {}
+        return int(notes.get(PASS_ROWS, 0)) if notes.get("processes") == detect_launch().processes else 0
 
     def begin(self, identity: Mapping[str, Any], hints: Mapping[str, str] | None = None) -> Path | None:
         """Write run.json, or on resume compare it with `identity`, but for the rows of a pass, on which only rounding depends.
 
-        Returns:
-            The checkpoint to go on from; None to begin.
-
-        Raises:
-            SetupError: if the folder holds a run that is neither to be resumed nor overwritten, another run, or damaged
-                checkpoints alone.
+        The checkpoint to go on from; None to begin. A SetupError for a run that is neither to be resumed nor overwritten, another
+        run, or damaged checkpoints alone.
         """
         if not self.is_persistent:
             return None
@@ -114,12 +96,7 @@ class TrainingFolder:
 
 @contextmanager
 def training_folder(path: str | Path | None, resume: bool, overwrite: bool = False) -> Iterator[TrainingFolder]:
-    """The folder of a training, held against other processes; a temporary one for None.
-
-    Raises:
-        ConfigError: for resume or overwrite without a folder, or both at once.
-        LoragateError: where another run writes to the folder.
-    """
+    """The folder of a training, held against other processes (LoragateError where one writes to it); a temporary one for None."""
     if resume and overwrite:
         raise ConfigError("resume goes on with the run in the folder and overwrite removes it; leave one of them out")
     if path is None:
@@ -189,8 +166,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint_fault(checkpoint: Path) -> str:
     """What is wrong with a checkpoint, in words: `UNFINISHED`, or which file differs; empty where it is whole.
 
-    Raises:
-        OSError: if a file is there and cannot be read. Such a checkpoint may be whole, and a torn one is removed.
+    An OSError where a file is there and cannot be read: such a checkpoint may be whole, and a torn one is removed.
     """
     try:
         written = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from trl import SFTConfig
 
-from loragate.data import EncodedRows, encode_rows, load_rows
+from loragate.data import EncodedRows, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
 from loragate.files import RunFolder
@@ -48,9 +48,10 @@ from loragate.training.rows import (
     encoded_fingerprint,
     read_rows,
     require_mask_column,
+    training_rows,
 )
-from loragate.training.run import TrainingOutcome, check_custom_objective, run_in_folder
-from loragate.training.settings import FineTuningSettings, RowsSettings, drop_unrecorded
+from loragate.training.run import TrainingOutcome, check_custom_objective, run_in_folder, save_tokenizer
+from loragate.training.settings import FineTuningSettings, RowsSettings
 from loragate.training.sharding import target_device
 from loragate.training.strategy import detect_launch, process_state
 from loragate.training.trainer import StatisticsTrainer
@@ -93,15 +94,11 @@ class FineTuningResult(TrainingOutcome):
         config = self.model.peft_config["default"]
         config.base_model_name_or_path, config.revision = base.absolute_name, base.commit() or None
         write_adapter(self.model, "default", Path(folder))
-        tokenizer.save_pretrained(str(folder))
+        save_tokenizer(tokenizer, Path(folder))
 
 
 def resolve_settings_from_adapter(settings: FineTuningSettings, record: Any) -> FineTuningSettings:
-    """The settings with rank, α, dropout, variant and modules of the adapter that is continued.
-
-    Raises:
-        ConfigError: for a setting that says otherwise.
-    """
+    """The settings with those of the adapter that is continued, `SETTING_TO_PEFT_FIELD`; a ConfigError for one that differs."""
     usual = FineTuningSettings()
     # a setting that has its usual value was not asked for, and gives way to the adapter's
     own: dict[str, Any] = {name: getattr(record, key) for name, key in SETTING_TO_PEFT_FIELD.items()}
@@ -138,11 +135,10 @@ def build_adapter(base_model: Any, settings: FineTuningSettings) -> Any:
     try:
         return get_peft_model(base_model, config)
     except ValueError as error:
-        if "arget modules" not in str(error):  # PEFT writes "Target modules ..." and "No target modules ..."
-            raise
+        said = str(error).splitlines()[0]  # a module that is no layer, say, whose parts fill the other lines
+        linear = ", ".join(names_of_linear_layers(base_model))
         raise ConfigError(
-            f"target_modules {settings.target_modules!r} matches no module of the base; its linear layers end in "
-            + ", ".join(names_of_linear_layers(base_model))
+            f"target_modules {settings.target_modules!r} cannot be adapted ({said:.160}); the base's linear layers end in {linear}"
         ) from error
 
 
@@ -154,11 +150,7 @@ def names_of_linear_layers(base_model: Any) -> list[str]:
 
 
 def require_modules(base_model: Any, targets: list[str]) -> None:
-    """Refuse names of modules of which the base has none: PEFT passes over them as long as another name fits.
-
-    Raises:
-        ConfigError: naming them all, and the linear layers that were probably meant.
-    """
+    """Refuse (ConfigError) names of modules that the base lacks: PEFT passes over them as long as another name fits."""
     paths = [path for path, _ in base_model.named_modules()]
     unknown = [name for name in targets if not any(path == name or path.endswith("." + name) for path in paths)]
     if unknown:
@@ -218,15 +210,9 @@ def train_adapter(
     settings = settings or FineTuningSettings()
     if objective is not None:
         check_custom_objective(objective, settings)
-    existing_lora_layer = next(
-        (name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), None
-    )
-    if existing_lora_layer is not None or isinstance(base_model, PeftModel):
-        found = (
-            f"{existing_lora_layer} is an adapter's layer"
-            if existing_lora_layer is not None
-            else f"this is a {type(base_model).__name__}"
-        )
+    adapted = next((name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), "")
+    if adapted or isinstance(base_model, PeftModel):
+        found = f"{adapted} is an adapter's layer" if adapted else f"this is a {type(base_model).__name__}"
         raise ConfigError(
             f"the base already carries an adapter ({found}), which a second one would share and overwrite: load a fresh base, or "
             "take the adapter off with base = model.unload(). To train a finished adapter on, name its folder in "
@@ -240,8 +226,7 @@ def train_adapter(
         source = load_rows(rows)
         check_encoded_matches_rows(encoded, source)
         if encoded is None:
-            source = source.shuffled(settings.seed)
-            encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
+            source, encoded = training_rows(source, tokenizer, settings)
         chosen = make_objective(settings.objective, settings.objective_options) if objective is None else objective
         require_mask_column(chosen, encoded, source.source)
         refers = "reference_kl" in chosen.requires  # to the base with the adapter off
@@ -259,15 +244,14 @@ def train_adapter(
             )  # fmt: skip
         else:
             model = build_adapter(base_model, settings)
-        causal, longest = causal_model(model), int(encoded.arrays["lengths"].max())
-        fitted = settings.fitted(len(encoded), detect_launch().processes)
-        settings = fit_passes(settings, fitted, causal, longest, chosen, chosen.k, folder.recorded_pass_rows)
+        causal, lengths = causal_model(model), encoded.arrays["lengths"]
+        settings = fit_passes(settings, lengths, causal, chosen, chosen.k, folder.recorded_pass_rows)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if settings.adapter:
             identity["start"] = weights_checksum(trained.items())
         identity |= {
             "stage": "sft",
-            "settings": {**drop_unrecorded(asdict(settings)), "objective": chosen.name},
+            "settings": {**settings.as_record(), "objective": chosen.name},
             "data": source.as_record(),
             "tokens": encoded_fingerprint(encoded),
             "base": base,
@@ -381,11 +365,9 @@ class AdapterRun:
             tokenized = replace(adapter, base=self.place.base)
         settings = self.settings
         self.objective = make_objective(settings.objective, settings.objective_options)
-        self.rows = read_rows(self.asked, self.max_rows, settings.seed).shuffled(settings.seed)
+        rows = read_rows(self.asked, self.max_rows, settings.seed)
         self.tokenizer = open_tokenizer(tokenized, self.loading)
-        self.encoded = encode_rows(
-            self.rows, self.tokenizer, max_length=settings.max_length, system=self.system, on_progress=on_progress
-        )
+        self.rows, self.encoded = training_rows(rows, self.tokenizer, settings, self.system, on_progress=on_progress)
         require_mask_column(self.objective, self.encoded, self.rows.source)
 
     def load(self) -> None:

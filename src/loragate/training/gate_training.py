@@ -46,6 +46,7 @@ from loragate.modes import evaluation_mode
 from loragate.training.arguments import GateTrainingArguments, build_trainer_arguments, recorded_arguments
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
+from loragate.training.fine_tuning import base_reference
 from loragate.training.memory import fit_passes
 from loragate.training.model_state import require_causal_model, statistics_forward, without_dropout
 from loragate.training.rows import (
@@ -54,15 +55,16 @@ from loragate.training.rows import (
     check_fits_model,
     encoded_fingerprint,
     require_mask_column,
+    training_rows,
 )
 from loragate.training.run import (
     TrainingOutcome,
     check_custom_objective,
     run_in_folder,
+    save_tokenizer,
 )
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import target_device
-from loragate.training.strategy import detect_launch
 from loragate.training.trainer import StatisticsTrainer, Where
 
 PARITY_ROWS, PARITY_TOKENS = 4, 64
@@ -210,11 +212,9 @@ class GateTrainer(StatisticsTrainer):
         if objective is None:
             # "ce", the paper's ablation, reads the entropy for its log alone
             ablation = replace(sft(), name="ce", k=args.k, reads=("topk_entropy",))
-            objective, self.custom_objective = ablation if args.objective == "ce" else GateEntropy(args.k), None
+            objective = ablation if args.objective == "ce" else GateEntropy(args.k)
         else:
             check_custom_objective(objective, args)
-            self.custom_objective = objective
-        self.trained_by = objective.name
         rows: Rows | None = None
         if not isinstance(train_dataset, EncodedRows):
             if train_dataset is None:
@@ -227,7 +227,7 @@ class GateTrainer(StatisticsTrainer):
             "fingerprint": encoded_fingerprint(train_dataset) if rows is None else rows.fingerprint,
         }
         require_mask_column(objective, train_dataset, self.data["source"])
-        self.recorded = recorded_arguments(args) | {"objective": self.trained_by}
+        self.recorded = recorded_arguments(args) | {"objective": objective.name}
         self.k, self.gates_newly_attached = args.k, gates is not None
         self.result: GateTrainingResult | None = None
         self.saved_to: set[Path] = set()
@@ -252,6 +252,9 @@ class GateTrainer(StatisticsTrainer):
                 where=where,
                 eval_dataset=self._encoded_evaluation(eval_dataset, model, objective),
                 data_collator=data_collator,
+                reference=base_reference
+                if "reference_kl" in objective.requires
+                else None,  # no objective of the paper's
                 adapter_name=name,
                 callbacks=callbacks or (),
                 optimizers=optimizers,
@@ -288,20 +291,15 @@ class GateTrainer(StatisticsTrainer):
             eval_dataset = dict(eval_dataset)
         elif eval_dataset is not None and not isinstance(eval_dataset, str):
             encoded = self._encoded_evaluation(eval_dataset, self.original_model, self.objective)
-            eval_dataset = self.evaluation_rows(encoded)
+            eval_dataset = self.evaluation_rows(encoded, self.args)
         found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
-
-    @property
-    def _measured_model(self) -> Any:
-        """The model to measure with: under FSDP2 the twin, as the original lies in host memory."""
-        return self.model if self.sharded else self.original_model
 
     def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
         """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics; see `measure_entropy`."""
         with phase(f"measuring entropy on {len(rows)} examples"), self.accelerator.autocast():
             return measure_entropy(
-                self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
+                self.model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
             )
 
     def check_initial_parity(self) -> None:
@@ -318,24 +316,22 @@ class GateTrainer(StatisticsTrainer):
             {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
             for row in self.encoded[:PARITY_ROWS]
         ]
-        model, batch = self._measured_model, TrainingCollator(self.processing_class)(few)
-        device = next(model.parameters()).device
+        batch = TrainingCollator(self.processing_class)(few)
+        device = next(self.model.parameters()).device
         parity = measure_parity(
-            model, batch["input_ids"].to(device), batch["attention_mask"].to(device), self.adapter_name
+            self.model, batch["input_ids"].to(device), batch["attention_mask"].to(device), self.adapter_name
         )
         if self.gates_newly_attached:
-            check_parity(parity, causal_model(model).dtype)
+            check_parity(parity, causal_model(self.model).dtype)
         else:
-            parity.require_acting(parity.rounding(causal_model(model).dtype))
+            parity.require_acting(parity.rounding(causal_model(self.model).dtype))
         self.parity = parity
         self.entropy_before, _, _ = self.measure(self.encoded[:MEASURED_ROWS])
         self.frozen_checksum = self._frozen_checksum()
 
     def _frozen_checksum(self) -> str:
         return weights_checksum(
-            (name, parameter)
-            for name, parameter in self._measured_model.named_parameters()
-            if not parameter.requires_grad
+            (name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -358,8 +354,8 @@ class GateTrainer(StatisticsTrainer):
                 "a frozen weight of the base or the adapter changed during training; the result is not used"
             )
         after, gates, total = self.measure(self.encoded[:MEASURED_ROWS])
-        own, assured = self.custom_objective, self.parity
-        assert assured is not None
+        own = None if self.objective.name in GATE_OBJECTIVES else self.objective
+        assert self.parity is not None
         self.result = GateTrainingResult(
             history=self.history,
             steps=self.state.global_step,
@@ -368,7 +364,7 @@ class GateTrainer(StatisticsTrainer):
             fused_head=self.fused,
             config=attached_config(self.original_model, self.adapter_name),
             settings=self.recorded,
-            parity=assured,
+            parity=self.parity,
             entropy_before=self.entropy_before,
             entropy_after=after,
             gates=gates,
@@ -377,7 +373,7 @@ class GateTrainer(StatisticsTrainer):
             rows=len(self.encoded),
             response_tokens=self.encoded.summary.response_tokens,
             data=self.data,
-            objective=self.trained_by,
+            objective=self.objective.name,
             constants={} if own is None else dict(own.settings),
             own_k=own.k if own is not None and "topk_entropy" in own.outputs else None,
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
@@ -406,7 +402,7 @@ class GateTrainer(StatisticsTrainer):
                 overwrite=folder in self.saved_to,
             )
             self.saved_to.add(folder)
-            self.processing_class.save_pretrained(str(folder / "adapter" / "tokenizer"))
+            save_tokenizer(self.processing_class, folder / "adapter" / "tokenizer")
 
 
 def train_gates(
@@ -435,8 +431,9 @@ def train_gates(
         config: the gates.
         settings: the training; the paper's values by default.
         objective: one of your own in place of `settings.objective`: a `loragate.losses.WeightedCrossEntropy`, or an object of
-            the protocol `loragate.losses.objectives.Objective`. It reads the rows' responses and no reference model;
-            `settings.k` stays the support of the entropies before and after.
+            the protocol `loragate.losses.objectives.Objective`. It reads the rows' responses; where it requires "reference_kl",
+            also the KL to the base, which is the model with the adapter off. `settings.k` stays the support of the entropies
+            before and after.
         adapter_name: None for the active adapter.
         run_folder: for the record, the log and checkpoints; None keeps nothing but the result.
         resume: continue the run in `run_folder`.
@@ -470,9 +467,8 @@ def train_gates(
         if objective is not None:
             require_mask_column(objective, encoded, source.source)
         # run.json and the artifact get what was done
-        base, longest = causal_model(peft_model), int(encoded.arrays["lengths"].max())
-        fitted = settings.fitted(len(encoded), detect_launch().processes)
-        settings = fit_passes(settings, fitted, base, longest, None, settings.k, folder.recorded_pass_rows)
+        base, lengths = causal_model(peft_model), encoded.arrays["lengths"]
+        settings = fit_passes(settings, lengths, base, None, settings.k, folder.recorded_pass_rows)
         chosen = {"k": settings.k, "objective": settings.objective}
         device = target_device(peft_model).type
         arguments = build_trainer_arguments(
@@ -491,7 +487,7 @@ def train_gates(
         )
         try:
             trainer.check_initial_parity()
-            trainer.recorded = {**settings.as_record(), "objective": trainer.trained_by}
+            trainer.recorded = {**settings.as_record(), "objective": trainer.objective.name}
             trainer.data = {"source": source.source, "fingerprint": source.fingerprint}
             before = math.nan if heldout is None else trainer.measure(heldout[:])[0]
             identity = {
@@ -500,9 +496,10 @@ def train_gates(
                 "gate": asdict(config),
                 "data": source.as_record(),
                 "tokens": encoded_fingerprint(encoded),
-                "adapter_sha256": adapter_fingerprint(trainer._measured_model, name),
+                "adapter_sha256": adapter_fingerprint(trainer.model, name),
                 "frozen_weights": trainer.frozen_checksum,  # also what tells one base, with its adapter, from another
                 **({} if objective is None else {"constants": objective.settings}),
+                **({} if trainer.reference is None else {"reference": "base"}),
             }
             run_in_folder(trainer, folder, identity, on_step)
             assert trainer.result is not None
@@ -518,19 +515,6 @@ def train_gates(
             trainer.close()
 
 
-def training_rows(
-    source: Rows, tokenizer: Any, settings: GateTrainingSettings, system: str = "none", **how: Any
-) -> tuple[Rows, EncodedRows]:
-    """The rows of a training of gates in training order: seeded shuffle, first `max_rows`, tokenised.
-
-    `how` goes on to `encode_rows`: on_progress.
-    """
-    chosen = source.shuffled(settings.seed)
-    if settings.max_rows:
-        chosen = chosen.take(settings.max_rows)
-    return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
-
-
 def check_start(config: GateConfig) -> None:
     """Raises ConfigError for gates that training could not move: a logit of zero is on the branch to U, which is flat at U = 1."""
     if config.init_scale == 0 and config.upper == 1:
@@ -541,14 +525,10 @@ def check_start(config: GateConfig) -> None:
 
 
 def check_parity(parity: Parity, dtype: torch.dtype) -> None:
-    """Refuse to train gates that do not start at the adapter.
+    """Refuse (GateError, TrainingError) to train gates that do not start at the adapter.
 
     The initial gates may move logits by 1e-3 plus 1 % of the adapter's own effect. In half precision, λ may be 0.01 away from
     1: layers carry the rounding of any difference on, and λ − 1 = 6e-5 moves logits of 45 by 1.4 in thirty of them.
-
-    Raises:
-        GateError: as in `Parity.require_acting`.
-        TrainingError: with the measured figures.
     """
     parity.require_acting(parity.rounding(dtype))
     # `initial` is the largest difference of a logit, `delta` the same between adapter and base

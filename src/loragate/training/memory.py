@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 import torch
 from peft.tuners.lora import LoraLayer
@@ -30,15 +31,10 @@ Settings = TypeVar("Settings", bound=TrainSettings)
 def pass_memory(
     base: Any, rows: int, longest: int, objective: Objective | None, *, autocast: bool, checkpointing: bool, **more: Any
 ) -> float | None:
-    """Bytes beside the base that a training with passes of `rows` of the longest rows needs, on the base's device.
+    """Bytes beside the base, on its device, that a training with passes of `rows` rows of `longest` tokens needs.
 
-    None for quantised and sharded bases, and for models whose configuration says too little for an estimate.
-
-    Args:
-        base: the causal model, adapter in place.
-        longest: tokens of the longest row.
-        objective: of the adapter's training; None for that of gates.
-        more: further arguments of `estimate`.
+    None for quantised and sharded bases, and for models whose configuration says too little for an estimate. The objective is that
+    of an adapter's training, None for gates; `more` goes on to `estimate`.
     """
     device = next(base.parameters()).device
     if device.type not in ("cpu", "cuda") or quantization_of(base) != NONE:
@@ -64,17 +60,16 @@ def pass_memory(
 
 
 def fit_passes(
-    asked: Settings, fitted: Settings, base: Any, longest: int, objective: Objective | None, k: int, recorded: int = 0
+    asked: Settings, lengths: np.ndarray, base: Any, objective: Objective | None, k: int, recorded: int = 0
 ) -> Settings:
-    """`fitted` with fewer rows in a pass where memory is short and `asked` leaves their number open; steps keep their rows.
+    """Settings `fitted` to rows, with fewer of them in a pass where memory is short and `asked` leaves their number open.
 
-    The gradient of a step is the same sum over the same tokens, so only its rounding depends on the rows of a pass.
-
-    Args:
-        base, longest, objective: as in `pass_memory`.
-        recorded: of the run that is resumed, which goes on as it began; 0 for none.
+    Steps keep their rows: the gradient of one is the same sum over the same tokens, and only its rounding depends on the passes.
+    `lengths` are the tokens of each row; `recorded` the rows of the run that is resumed, which goes on as it began, or 0.
     """
-    launch, batch, most = detect_launch(), fitted.batch_size, fitted.per_device_train_batch_size
+    launch, longest = detect_launch(), int(lengths.max())
+    fitted = asked.fitted(len(lengths), launch.processes)
+    batch, most = fitted.batch_size, fitted.per_device_train_batch_size
     if asked.per_device_train_batch_size or launch.processes > 1 or launch.is_sharded:
         return fitted
     if recorded:
@@ -100,13 +95,7 @@ def fit_passes(
 
 
 def warn_where_memory_is_short(base: Any, args: Any, objective: Objective, longest: int, gates: bool) -> None:
-    """Warn if a pass of the longest rows needs more than is free where the base is.
-
-    Args:
-        base: the causal model, adapter and gates in place.
-        args: of the trainer: rows of a pass, precision, checkpointing.
-        longest: tokens of the longest row.
-    """
+    """Warn if a pass of the longest rows, with the arguments of a trainer, needs more than is free where the base is."""
     given = base, args.per_device_train_batch_size, longest, None if gates else objective
     how = {"autocast": args.bf16 or args.fp16, "k": objective.k, "passes": args.gradient_accumulation_steps}
     need = pass_memory(*given, checkpointing=bool(args.gradient_checkpointing), **how)

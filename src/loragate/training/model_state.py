@@ -7,7 +7,6 @@ number.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,11 +24,9 @@ _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 
 
 def require_causal_model(model: Any, what: str, otherwise: str) -> None:
-    """Raises SetupError for a model that predicts no next token from logits [batch, sequence, vocabulary].
+    """Refuse (SetupError) a model that predicts no next token from logits [batch, sequence, vocabulary].
 
-    Args:
-        what: what would be trained, in the plural.
-        otherwise: a sentence that says how it can be trained.
+    `what` would be trained, in the plural; `otherwise` is a sentence that says how it can be.
     """
     base = causal_model(model)
     encoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
@@ -47,7 +44,8 @@ def preserve_model_state(model: Any, checkpointing: bool) -> Iterator[None]:
     accelerate marks a model that it has wrapped and wraps it no second time: with the mark left on it, the next training in this
     process would compute in fp32 whatever its precision is.
     """
-    added = checkpointing and not is_gradient_checkpointing(model)
+    kind = _NEW if hasattr(model, f"is_{_NEW}") else _OLD
+    added = checkpointing and not getattr(model, f"is_{kind}", False)
     kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward", "_is_accelerate_prepared")}
     try:
         with restore_training_modes(model):
@@ -59,8 +57,7 @@ def preserve_model_state(model: Any, checkpointing: bool) -> Iterator[None]:
             if value is not None:
                 model.__dict__[name] = value
         if added:
-            name = f"{_NEW}_disable"
-            getattr(model, name if hasattr(model, name) else f"{_OLD}_disable")()
+            getattr(model, f"{kind}_disable")()
             if hasattr(model, "disable_input_require_grads"):
                 model.disable_input_require_grads()
 
@@ -89,10 +86,7 @@ def train_in_fp32(model: Any) -> None:
     """Trainable parameters of half precision become fp32: an optimiser's small steps are lost in bf16.
 
     PEFT does so with factors. Norms, heads and embeddings that an adapter saves whole have the base's precision; they then
-    compute in fp32, between casts of what they read and give.
-
-    Raises:
-        ConfigError: for a module that multiplies by a frozen weight too, such as one with a trained bias.
+    compute in fp32, between casts of what they read and give. A ConfigError for a module that multiplies by a frozen weight too.
     """
     trained = {id(p): p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
     holders = []
@@ -146,15 +140,3 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for holder, name, value in changed:
             setattr(holder, name, value)
-
-
-def is_gradient_checkpointing(model: Any) -> bool:
-    """Whether a model, or the one inside PEFT's wrapper, recomputes its activations in the backward pass."""
-    name = f"is_{_NEW}" if hasattr(model, f"is_{_NEW}") else f"is_{_OLD}"
-    return bool(getattr(model, name, False))
-
-
-def checkpointing_argument(arguments: type, wanted: bool) -> dict[str, bool]:
-    """The keyword by which a class of training arguments is told."""
-    names = {field.name for field in dataclasses.fields(arguments)}
-    return {_NEW if _NEW in names else _OLD: wanted}

@@ -27,14 +27,9 @@ from loragate.validate import comma_list
 
 
 def require_free_out(folder: Path, resume: bool, overwrite: bool = False, start: str = "") -> None:
-    """Refuse an output folder that holds anything but an unfinished run of ours, unless an earlier run is to be overwritten.
+    """Refuse (ConfigError) an output folder that holds anything but an unfinished run of ours, or a run that is to be overwritten.
 
-    Args:
-        folder, resume, overwrite: of the command.
-        start: the adapter that is trained on, which must not lie where the new one is written; empty for none.
-
-    Raises:
-        ConfigError: naming the folder, what is in it, and what to do.
+    `start` is the adapter that is trained on, which must not lie where the new one is written; empty for none.
     """
     if start and Path(start).exists() and (own := Path(start).resolve()).is_relative_to(folder.resolve()):
         where = "is" if own == folder.resolve() else "holds"
@@ -68,11 +63,7 @@ def require_reporters(names: str) -> None:
 
 
 def check_loading(how: Loading, engine: str = "") -> None:
-    """Refuse a loading that is impossible here.
-
-    Raises:
-        ConfigError: naming the flag, and what to change.
-    """
+    """Refuse (ConfigError) a loading that is impossible here."""
     if how.quantization != "none" and engine == "vllm":
         raise ConfigError(
             f"--quantization {how.quantization} has no effect with vLLM, which loads the base itself; leave it out, or use "
@@ -89,11 +80,8 @@ def relaunch_if_requested(
 ) -> int | None:
     """What a training command does first; `more` are further fields of the `Plan`, such as sampling=True.
 
-    Returns:
-        None to go on in this process; otherwise the run is over, with this exit status.
-
-    Raises:
-        ConfigError: for a combination that cannot work, or a strategy that is not the launcher's.
+    None to go on in this process; otherwise the run is over, with this exit status. A ConfigError for a combination that cannot
+    work, or a strategy that is not the launcher's.
     """
     if loading.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -113,10 +101,8 @@ def relaunch_if_requested(
                 f"--processes {launch_settings.processes}, but the launcher started {launch.processes}: leave --processes out"
             )
     elif launch_settings.strategy != "auto" or launch_settings.processes > 1:
-        strategy, processes = (
-            "ddp" if launch_settings.strategy == "auto" else launch_settings.strategy,
-            launch_settings.processes,
-        )
+        strategy = "ddp" if launch_settings.strategy == "auto" else launch_settings.strategy
+        processes = launch_settings.processes
         if not processes:  # one for each GPU of this machine
             import torch
 
@@ -129,7 +115,10 @@ def relaunch_if_requested(
         launch = Launch(strategy, processes, cpu=launch.cpu)
     # a GPU that is named is not looked at here: this process may only start the others
     device = (models.torch_device(loading) if loading.device == "auto" else loading.device).partition(":")[0]
-    check_plan(Plan.of_settings(settings, launch, device, quantization=loading.quantization, **more))
+    known: dict[str, Any] = {name: getattr(settings, name) for name in ("precision", "packing", "group_by_length")}
+    known["dora"], known["reference"] = getattr(settings, "dora", False), getattr(settings, "objective", "") == "eksft"
+    known |= more
+    check_plan(Plan(launch=launch, device=device, quantization=loading.quantization, **known))
     settings.accumulation(launch.processes)
     if launched or launch.processes < 2:
         return None
@@ -144,10 +133,7 @@ def wait_for_child(process: subprocess.Popen[Any]) -> int:
 
     The terminal tells the child of Ctrl-C too, and it takes its time to write a checkpoint and to end its own children; a
     second Ctrl-C asks it to end in any case. The signal of `kill` and of service managers reaches this process alone, so it is
-    passed on.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C or SIGTERM, once the child has ended.
+    passed on. A KeyboardInterrupt after either, once the child has ended.
     """
     main, interrupted, terminated = threading.current_thread() is threading.main_thread(), False, False
 

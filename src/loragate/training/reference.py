@@ -40,14 +40,9 @@ def reference_loop(
     pad_token_id: int,
     adapter_name: str | None = None,
 ) -> list[float]:
-    """Train attached gates for one pass (or `max_steps`) and return the loss of every optimiser step.
+    """Train the gates of a model for one pass over tokenised rows (or `max_steps`), in order; returns the loss of every step.
 
-    Args:
-        model: a gated model (see `attach_gates`), trained in place.
-        encoded: tokenised rows in training order.
-        settings: the training; schedule must be cosine.
-        pad_token_id: for the collator.
-        adapter_name: None for the active adapter.
+    The schedule must be cosine; `adapter_name` None is the active adapter.
     """
     name = active_adapter(model, adapter_name)
     train_gates_only(model, name)

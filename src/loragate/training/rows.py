@@ -13,6 +13,7 @@ import heapq
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
 
-from loragate.data import Collator, EncodedRows, Rows, load_rows
+from loragate.data import Collator, EncodedRows, Rows, encode_rows, load_rows
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, DataError, SetupError
 from loragate.losses.causal_head import causal_model
@@ -28,7 +29,7 @@ from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
 from loragate.models.passes import find_longrope_length
 from loragate.modes import evaluation_mode
-from loragate.training.settings import RowsSettings
+from loragate.training.settings import RowsSettings, TrainSettings
 
 logger = logging.getLogger("loragate")
 
@@ -55,14 +56,23 @@ def read_rows(asked: RowsSettings, max_rows: int, seed: int | None = None) -> Ro
     return rows.shuffled(chosen_by).take(max_rows)
 
 
+def training_rows(
+    source: Rows, tokenizer: Any, settings: TrainSettings, system: str = "none", **how: Any
+) -> tuple[Rows, EncodedRows]:
+    """Rows in training order, shuffled by the seed, those of gates no more than `max_rows`; and their tokens.
+
+    `how` goes on to `encode_rows`: on_progress.
+    """
+    chosen = source.shuffled(settings.seed)
+    if most := getattr(settings, "max_rows", 0):
+        chosen = chosen.take(most)
+    return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
+
+
 def require_mask_column(objective: Objective, encoded: EncodedRows, source: str) -> None:
-    """Refuse rows without the column that the objective reads, and rows longer than what `loragate mask` scored.
+    """Refuse (ConfigError) rows without the column that the objective reads, and rows longer than what `loragate mask` scored.
 
-    Args:
-        source: what the rows are called in the message; of a file that `loragate mask` wrote, its path.
-
-    Raises:
-        ConfigError: naming the data and the ways to a keep_mask, or the length to which it was made.
+    `source` is what the rows are called in the message; of a file that `loragate mask` wrote, its path.
     """
     if "keep_mask" not in objective.requires:
         return
@@ -82,11 +92,7 @@ def require_mask_column(objective: Objective, encoded: EncodedRows, source: str)
 
 
 def check_encoded_matches_rows(encoded: EncodedRows | None, rows: Rows) -> None:
-    """Refuse tokenised rows that are not of `rows`; None is for the stage to tokenise.
-
-    Raises:
-        DataError: for more encoded rows than rows, or an index beyond them.
-    """
+    """Refuse (DataError) tokenised rows that are not of `rows`; None is for the stage to tokenise."""
     if encoded is None:
         return
     last = max(encoded.arrays["rows"], default=-1)
@@ -98,15 +104,7 @@ def check_encoded_matches_rows(encoded: EncodedRows | None, rows: Rows) -> None:
 
 
 def check_fits_model(model: Any, encoded: EncodedRows, where: Callable[[int], str]) -> None:
-    """Refuse rows that are longer than the model has positions, or that hold tokens which it does not have.
-
-    Args:
-        where: from a row's index to the words that name it.
-
-    Raises:
-        SetupError: naming the longest row.
-        DataError: naming the row with the largest token id.
-    """
+    """Refuse rows longer than the model's positions (SetupError) or with tokens that it lacks (DataError); `where` names a row."""
     positions: int | None = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
     # [rows], [tokens of all rows, end to end] and [rows]: tokens of each row, their ids, and the row's index in the data
     lengths, ids, places = (encoded.arrays[name] for name in ("lengths", "ids", "rows"))
@@ -209,13 +207,10 @@ def warn_where_rows_change_others(model: Any, rows: EncodedRows) -> None:
 
 def as_dataset(steps: Iterator[list[Row]]) -> Dataset:
     """What `iter_step_rows` gives (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory."""
-    parts, waiting = [], []
-    for step in steps:
-        waiting += step
-        if len(waiting) >= DATASET_CHUNK_ROWS:
-            parts.append(Dataset.from_list(waiting))
-            waiting = []
-    return concatenate_datasets([*parts, Dataset.from_list(waiting)] if waiting else parts)
+    rows, parts = chain.from_iterable(steps), []
+    while some := list(islice(rows, DATASET_CHUNK_ROWS)):
+        parts.append(Dataset.from_list(some))
+    return concatenate_datasets(parts)
 
 
 def partition_by_tokens(rows: Sequence[Row], parts: int) -> list[list[Row]]:
@@ -281,10 +276,7 @@ def check_packing_isolation(model: Any, device: torch.device) -> None:
     """Two short sequences must give the same logits packed and alone, or packing would let one read the other.
 
     Flash attention reads the boundaries from `position_ids`; with SDPA, eager and flex attention transformers builds a
-    block mask from them. A model that does neither (recurrent layers, its own attention code) is refused.
-
-    Raises:
-        ConfigError: naming the attention implementation.
+    block mask from them. A model that does neither (recurrent layers, its own attention code) is refused (ConfigError).
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     lengths = (5, 7)

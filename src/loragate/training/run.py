@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback
 from trl import SFTConfig
 
 from loragate.errors import ConfigError
+from loragate.files import read_json, write_json
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import check_objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnSignal
 from loragate.training.checkpoints import METRICS_FILE, TrainingFolder, template_hints
-from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, FineTuningSettings, TrainSettings
+from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, TrainSettings
 from loragate.training.trainer import StatisticsTrainer
 
 
@@ -44,8 +46,7 @@ def run_in_folder(
 ) -> TrainingOutcome:
     """Train, with the record (`identity`, which a resumed run must share), the log and the checkpoints of a run folder.
 
-    Raises:
-        TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C or SIGTERM (after writing a checkpoint).
+    A TrainingError for a resume that does not fit and for a loss that is not finite; `StoppedError` after Ctrl-C or SIGTERM.
     """
     checkpoint = folder.begin(identity, template_hints(trainer.processing_class))
     kept = folder.path if folder.is_persistent else None
@@ -66,16 +67,10 @@ def run_in_folder(
 
 
 def check_custom_objective(objective: Objective, settings: TrainSettings | SFTConfig) -> None:
-    """Refuse an objective of one's own that would train or be recorded as something else.
+    """Refuse (ConfigError) an objective of one's own that would train or be recorded as something else.
 
     Run records hold its name and constants, so that another one is refused on resume; a changed rule under the same name and
-    constants cannot be seen.
-
-    Args:
-        settings: of the stage, or the arguments of a `GateTrainer`.
-
-    Raises:
-        ConfigError: naming the objective and the setting.
+    constants cannot be seen. `settings` are those of the stage, or the arguments of a `GateTrainer`.
     """
     check_objective(objective)
     name, chosen = objective.name, settings.objective  # type: ignore[union-attr]
@@ -89,10 +84,18 @@ def check_custom_objective(objective: Objective, settings: TrainSettings | SFTCo
         f"objective_options are constants of a named objective; leave them out, {name!r} has its own": bool(
             getattr(settings, "objective_options", None)
         ),
-        f"objective {name!r} requires 'reference_kl', and Stage II has no reference model": (
-            "reference_kl" in objective.requires and not isinstance(settings, FineTuningSettings)
-        ),
     }
     for sentence, holds in wrong.items():
         if holds:
             raise ConfigError(sentence)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """The tokenizer into an adapter's folder, as AutoTokenizer reads it where no model is beside it."""
+    tokenizer.save_pretrained(str(folder))
+    path = folder / "tokenizer_config.json"
+    record = read_json(path)
+    # beside a base this keeps its model type from choosing another class; AutoTokenizer fails on it anywhere else
+    if record.get("auto_map") == {"AutoTokenizer": [None, None]}:
+        del record["auto_map"]
+        write_json(path, record)

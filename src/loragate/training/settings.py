@@ -30,11 +30,6 @@ MAX_MICRO_BATCH_SIZE = 8
 _UNRECORDED = ("save_steps", "save_total_limit")
 
 
-def drop_unrecorded(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that no number depends on: what records hold, and what a resumed run must share."""
-    return {name: value for name, value in values.items() if name not in _UNRECORDED}
-
-
 @dataclass(frozen=True)
 class RowsSettings:
     """Which rows a training takes, and how they are prepared.
@@ -130,12 +125,12 @@ class TrainSettings:
         if self.warmup_ratio:  # 0 may be said with any schedule
             require_effect("training", self)
 
-    def accumulation(self, processes: int) -> int:
-        """Forward passes per optimiser step on each process.
+    def as_record(self) -> dict[str, Any]:
+        """The settings that numbers depend on: what run.json and the artifact hold, and what a resumed run must share."""
+        return {name: value for name, value in asdict(self).items() if name not in _UNRECORDED}
 
-        Raises:
-            ConfigError: if the batch cannot be split evenly.
-        """
+    def accumulation(self, processes: int) -> int:
+        """Forward passes per optimiser step on each process; a ConfigError where the batch cannot be split evenly."""
         per_device = self._micro_batch_size(processes)
         per_pass = per_device * processes
         if self.batch_size % per_pass:
@@ -238,7 +233,3 @@ class GateTrainingSettings(TrainSettings):
         super().__post_init__()
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
-
-    def as_record(self) -> dict[str, Any]:
-        """The settings, for run.json and the artifact."""
-        return drop_unrecorded(asdict(self))

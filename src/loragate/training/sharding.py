@@ -38,9 +38,6 @@ def make_sharded_copy(model: Any) -> Any:
     """The model to train: a sharded twin where the launcher asks for FSDP2, else the model itself.
 
     Every process must call this, and run the same forward passes with the twin. Gates move to the twin's device.
-
-    Raises:
-        ConfigError: if the model has no repeated layers that FSDP2 could shard.
     """
     if detect_launch().strategy != "fsdp2":
         return model
@@ -105,11 +102,7 @@ def shard(model: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
 
 
 def decoder_layers(causal: Any) -> list[nn.Module]:
-    """The repeated layers, by the class names that the model gives, else the members of its longest module list.
-
-    Raises:
-        ConfigError: if there are none.
-    """
+    """The repeated layers by the class names that the model gives, else its longest module list; a ConfigError without any."""
     names = set(getattr(causal, "_no_split_modules", None) or ())
     layers = [module for module in causal.modules() if type(module).__name__ in names]
     if not layers:

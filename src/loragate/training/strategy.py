@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError
-from loragate.training.settings import TrainSettings
 
 STRATEGIES = ("ddp", "fsdp2")
 STRATEGY_ENV_VAR = "LORAGATE_STRATEGY"
@@ -23,23 +22,14 @@ STRATEGY_ENV_VAR = "LORAGATE_STRATEGY"
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run was launched.
+    """How a run was launched."""
 
-    Attributes:
-        strategy: "single", "ddp" or "fsdp2"; "fsdp1" and "deepspeed" are recognised to be refused.
-        processes: processes of all machines together.
-        rank: this process among them.
-        local_rank: this process on its machine.
-        cpu: the launcher was told to stay on the CPU.
-        offload: the launch configuration asks FSDP to keep its shards in host memory.
-    """
-
-    strategy: str = "single"
-    processes: int = 1
-    rank: int = 0
-    local_rank: int = 0
-    cpu: bool = False
-    offload: bool = False
+    strategy: str = "single"  # or "ddp" or "fsdp2"; "fsdp1" and "deepspeed" are recognised to be refused
+    processes: int = 1  # of all machines together
+    rank: int = 0  # this process among them
+    local_rank: int = 0  # this process on its machine
+    cpu: bool = False  # the launcher was told to stay on the CPU
+    offload: bool = False  # the launch configuration asks FSDP to keep its shards in host memory
 
     @property
     def is_sharded(self) -> bool:
@@ -94,36 +84,17 @@ def launch_file(strategy: str) -> Path:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before it begins; what is not known is left at its default, and no rule then speaks of it.
+    """A run before it begins; what is not known is left at its default, and no rule then speaks of it."""
 
-    Attributes:
-        objective: of the training.
-        launch: how the processes were started.
-        device: "cuda", "cpu" or "mps".
-        quantization: "none", "8bit" or "4bit".
-        precision, packing, group_by_length: as in the settings.
-        dora: a DoRA adapter is trained.
-        reference: the objective has a KL to a frozen reference.
-        sampling: the run samples answers, to choose a range.
-    """
-
-    objective: str = ""
     launch: Launch = field(default_factory=Launch)
-    device: str = ""
-    quantization: str = "none"
+    device: str = ""  # "cuda", "cpu" or "mps"
+    quantization: str = "none"  # or "8bit" or "4bit"
     precision: str = "fp32"
     packing: bool = False
     group_by_length: bool = False
     dora: bool = False
-    reference: bool = False
-    sampling: bool = False
-
-    @classmethod
-    def of_settings(cls, settings: TrainSettings, launch: Launch, device: str, **more: Any) -> Plan:
-        """The plan that training settings describe; `more` overrides or adds."""
-        known = {one.name for one in fields(cls)} - {"launch", "device"}
-        read = {name: getattr(settings, name) for name in known if hasattr(settings, name)}
-        return cls(**{**read, "launch": launch, "device": device, **more})
+    reference: bool = False  # the objective has a KL to a frozen reference
+    sampling: bool = False  # the run samples answers, to choose a range
 
 
 # by name: whether a plan is forbidden, and what to change, with fields of the plan `p` in braces
@@ -151,7 +122,7 @@ INCOMPATIBILITIES: dict[str, tuple[Callable[[Plan], bool], str]] = {
         "set here: add --skip-selection and compare with the plain adapter afterwards (loragate eval), or choose in one process",
     ),
     "sharding × reference": (
-        lambda p: p.launch.is_sharded and (p.reference or p.objective == "eksft"),
+        lambda p: p.launch.is_sharded and p.reference,
         "an objective with a KL to a reference is not sharded with {p.launch.strategy}: launch with ddp",
     ),
     "sharding × DoRA": (
@@ -181,12 +152,7 @@ INCOMPATIBILITIES: dict[str, tuple[Callable[[Plan], bool], str]] = {
 }
 
 
-def find_conflicts(plan: Plan) -> list[str]:
-    """The sentences of all rules that forbid a plan."""
-    return [sentence.format(p=plan) for forbids, sentence in INCOMPATIBILITIES.values() if forbids(plan)]
-
-
 def check_plan(plan: Plan) -> None:
     """Refuse a run that cannot work: a ConfigError with everything that must change, one line each."""
-    if found := find_conflicts(plan):
+    if found := [sentence.format(p=plan) for forbids, sentence in INCOMPATIBILITIES.values() if forbids(plan)]:
         raise ConfigError("\n".join(found))

@@ -121,30 +121,26 @@ def mask_rows(
     partial = out.with_name(out.name + ".partial")
     RunFolder(partial).begin(identity, resume=resume)
 
-    def fitting(scorer: Any) -> Any:
-        try:
-            check_fits_model(scorer, scored, rows.where)
-        except LoragateError:
-            if not any(partial.glob("*.npy")):  # nothing was scored: the same call with another max_length may begin
-                shutil.rmtree(partial)
-            raise
-        return scorer
-
     def score(name: str, load: Callable[[], Any]) -> Any:
         path, found = partial / f"{name}.npy", Scores()
         if path.is_file():
             return None
         with display.job(f"scoring under the {name}", len(scored), "row") as job:
-            scorer, pad = fitting(load()), tokenizer.pad_token_id
+            scorer, pad = load(), tokenizer.pad_token_id
+            try:
+                check_fits_model(scorer, scored, rows.where)
+            except LoragateError:
+                if not any(
+                    partial.glob("*.npy")
+                ):  # nothing was scored: the same call with another max_length may begin
+                    shutil.rmtree(partial)
+                raise
             for window in response_log_probs(
                 scorer, scored, pad, per_device_train_batch_size=per_device_train_batch_size
             ):
                 found += window
                 job(len(found))
-        if wrong := [
-            row for row, (values, length) in enumerate(zip(found, lengths, strict=True)) if len(values) != length
-        ]:
-            raise DataError(f"row {wrong[0]}: {len(found[wrong[0]])} scores for {lengths[wrong[0]]} tokens")
+        assert [len(values) for values in found] == lengths
 
         def write(temporary: Path) -> None:
             with temporary.open("wb") as file:
@@ -202,11 +198,7 @@ def response_log_probs(
     *,
     per_device_train_batch_size: int = 8,
 ) -> Iterator[Scores]:
-    """log p of every response token, window by window and in the order of the rows, each row [tokens] fp32.
-
-    Raises:
-        DataError: if a log-probability is not finite.
-    """
+    """log p of every response token, window by window in the order of the rows, each row [tokens] fp32; a DataError for NaN."""
     device, collate = next(model.parameters()).device, Collator(pad_token_id)
     request = StatisticsRequest(2, ("log_prob",), ())
     step = WINDOW * per_device_train_batch_size
@@ -235,16 +227,12 @@ def keep_masks(influence: Scores, keep: float, scope: str = "global") -> list[np
     """1 for the tokens of the largest influence, 0 for the others, per row like `influence`.
 
     "global" ranks all tokens together, "row" those of each row. Among equal influences the earlier token is kept.
-
-    Raises:
-        ConfigError: for a share outside (0, 1] or an unknown scope.
     """
     require_share(keep, scope)
     if scope == "row":
         return [_top_share_mask(values, keep) for values in influence]
     lengths = [len(values) for values in influence]
-    joined = np.concatenate(influence) if influence else np.empty(0, dtype=np.float32)
-    return np.split(_top_share_mask(joined, keep), np.cumsum(lengths)[:-1]) if lengths else []
+    return np.split(_top_share_mask(np.concatenate(influence), keep), np.cumsum(lengths)[:-1])
 
 
 def require_share(keep: float, scope: str) -> None:
@@ -256,11 +244,7 @@ def require_share(keep: float, scope: str) -> None:
 
 
 def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None:
-    """Refuse two tokenizers that cut text differently: a difference of losses then compares different tokens.
-
-    Raises:
-        ConfigError: naming a token, or a text, on which they differ.
-    """
+    """Refuse (ConfigError) two tokenizers that cut text differently: a difference of losses then compares different tokens."""
     one, other = base.get_vocab(), reference.get_vocab()
     if one != other:
         token = min((t for t in {*one, *other} if one.get(t) != other.get(t)), key=str)
@@ -278,11 +262,7 @@ def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None
 
 
 def require_same_template(base: Any, reference: Any, name: str) -> None:
-    """Refuse a reference whose tokenizer has another chat template: it would be scored on texts that it has never learned.
-
-    Raises:
-        ConfigError: naming the reference; one template for both, of --chat-template, never differs.
-    """
+    """Refuse (ConfigError) a reference with another chat template: it would be scored on texts that it has never learned."""
     own, other = template_hash(base), template_hash(reference)
     if own != other:
         lacking = next(

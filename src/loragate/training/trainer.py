@@ -132,9 +132,7 @@ class StatisticsTrainer(SFTTrainer):
     ) -> None:
         """Rows are in training order; `adapter_name` is that whose gates train (Stage II), None where an adapter itself trains.
 
-        Raises:
-            ConfigError: for what cannot work together.
-            TrainingError: for an adapter on the output head.
+        A ConfigError for what cannot work together, a SetupError for an adapter on the output head.
         """
         causal = causal_model(model)
         if isinstance(causal.get_output_embeddings(), BaseTunerLayer):
@@ -160,11 +158,6 @@ class StatisticsTrainer(SFTTrainer):
                 group_by_length=grouped,
             )
         )
-        evaluated: Any = None
-        if isinstance(eval_dataset, Mapping):
-            evaluated = {name: self.evaluation_rows(rows, args) for name, rows in eval_dataset.items()}
-        elif eval_dataset is not None:
-            evaluated = self.evaluation_rows(eval_dataset, args)
         if self.packing or args.per_device_train_batch_size > 1:
             warn_where_rows_change_others(causal, train_dataset)
         lengths = train_dataset.arrays["lengths"]
@@ -195,16 +188,13 @@ class StatisticsTrainer(SFTTrainer):
         }
         self.over_batch = getattr(objective, "over_batch", None)
         self.batch_reads = tuple(getattr(objective, "batch_reads", None) or ())
-        self.sums: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, Any] = defaultdict(float)
         self.gate_summaries: list[dict[str, float]] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         twin = make_sharded_copy(model)
-        if (
-            twin is not model
-        ):  # a stage names what trains in its own words; the twin knows its parameters by the model's
-            copies = dict(twin.named_parameters())
-            trained = {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
-        self.trained = dict(trained)
+        # a stage names what trains in its own words; the twin knows its parameters by the model's
+        copies = dict(twin.named_parameters())
+        self.trained = {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
         if optimizers[0] is not None:
             self._require_trained_by(optimizers[0])
         # TRL casts trainable parameters of quantised models to bf16; what is trained here keeps its precision.
@@ -218,7 +208,7 @@ class StatisticsTrainer(SFTTrainer):
             args=args,
             data_collator=TrainingCollator(processing_class) if data_collator is None else data_collator,
             train_dataset=dataset,
-            eval_dataset=evaluated,
+            eval_dataset=self.evaluation_rows(eval_dataset, args),
             processing_class=processing_class,
             callbacks=[*checks, *callbacks],
             optimizers=optimizers,
@@ -242,7 +232,6 @@ class StatisticsTrainer(SFTTrainer):
     def _refuse_impossible(self, model: Any, args: SFTConfig, grouped: bool) -> None:
         check_plan(
             Plan(
-                objective=self.objective.name,
                 launch=detect_launch(),
                 device=target_device(model).type,
                 quantization=quantization_of(causal_model(model)),
@@ -274,9 +263,12 @@ class StatisticsTrainer(SFTTrainer):
             return found
         return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
-    def evaluation_rows(self, rows: EncodedRows, args: SFTConfig | None = None) -> Any:
-        """Tokenised rows as a data set of evaluation batches, filled up with rows that do not count."""
-        args = args or self.args
+    def evaluation_rows(self, rows: EncodedRows | Mapping[str, EncodedRows] | None, args: SFTConfig) -> Any:
+        """Tokenised rows as a data set of evaluation batches, filled up with rows that do not count; several by name."""
+        if isinstance(rows, Mapping):
+            return {name: self.evaluation_rows(one, args) for name, one in rows.items()}
+        if rows is None:
+            return None
         passes = iter_evaluated_rows(self.original_model, rows, args.per_device_eval_batch_size, args.world_size)
         return as_dataset(passes)
 
@@ -295,12 +287,8 @@ class StatisticsTrainer(SFTTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """As in transformers. A run that is resumed at its last step gives its result and takes no step more.
 
-        Args:
-            resume_from_checkpoint: a checkpoint, or True for the last one that was written to its end in `args.output_dir`.
-            kwargs: further arguments of transformers' `train`.
-
-        Raises:
-            TrainingError: for a loss or gradient that is not finite, and for a checkpoint of another run.
+        `resume_from_checkpoint` may be True for the last one that was written to its end in `args.output_dir`. A TrainingError for
+        a loss or gradient that is not finite, and for a checkpoint of another run.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_checkpoint(Path(self.args.output_dir)) or "")
@@ -326,7 +314,7 @@ class StatisticsTrainer(SFTTrainer):
                     f"{resume_from_checkpoint} holds no {OPTIMIZER}, as save_only_model leaves it out: the optimiser and "
                     "the schedule would begin anew. Begin anew, without save_only_model where the run is to be resumed"
                 )
-        self.sums, self.gate_summaries = {}, []
+        self.sums, self.gate_summaries = defaultdict(float), []
         with self._statistics_mode(bool(self.args.gradient_checkpointing)):
             if not self.fused:
                 logger.warning("the output head is not one frozen linear map: statistics use full logits (slower)")
@@ -344,21 +332,14 @@ class StatisticsTrainer(SFTTrainer):
             move_gates(self.original_model, next(frozen).device)
 
     def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Mean loss and statistics over the response tokens of a data set, in evaluation mode.
 
         An `over_batch` sees the whole data set at once, so that its loss does not depend on the evaluation's batch size.
         """
         self.callback_handler.eval_dataloader = dataloader
-        sums: dict[str, torch.Tensor] = defaultdict(
-            lambda: torch.zeros((), dtype=torch.float64, device=self.args.device)
-        )
+        sums: dict[str, Any] = defaultdict(float)
         outputs = tuple(dict.fromkeys((*self.request.outputs, *self.batch_reads)))
         request, counted = replace(self.request, outputs=outputs, gradients=()), 0
         kept: list[tuple[TokenStatistics, ObjectiveContext]] = []
@@ -366,14 +347,11 @@ class StatisticsTrainer(SFTTrainer):
             for batch in dataloader:
                 inputs, _, context, _ = self._split_inputs(self._prepare_inputs(batch))
                 stats = self._statistics(self.model, inputs, request, None)
-                sums["tokens"] += stats.mask.sum()
                 if self.over_batch is None:
                     sums["loss"] += token_losses(self.objective, stats, context).double().sum()
                 else:
                     kept.append((stats, context))
-                for name, key in _LOGGED.items():
-                    if name in self.request.outputs:
-                        sums[key] += getattr(stats, name).double().sum()
+                self._count(stats, sums)
                 counted += int(stats.mask.any(-1).sum())
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             values = self._batch_values(kept, self._gathered) if self.over_batch is not None else ()
@@ -511,11 +489,7 @@ class StatisticsTrainer(SFTTrainer):
         loss = summed / torch.as_tensor(num_items_in_batch, device=summed.device).clamp(min=1)
         # the tokens are those of all processes, and DDP and FSDP average gradients over these
         loss = loss * self.accelerator.num_processes
-        with torch.no_grad():
-            self._add("tokens", stats.mask.sum())
-            for name, key in _LOGGED.items():
-                if name in self.request.outputs or (name == "kl" and stats.kl is not None):
-                    self._add(key, getattr(stats, name).detach().double().sum())
+        self._count(stats, self.sums)
         return (loss, stats) if return_outputs else loss
 
     def _describe_nonfinite_rows(self, losses: torch.Tensor, rows: torch.Tensor | None) -> str:
@@ -544,9 +518,12 @@ class StatisticsTrainer(SFTTrainer):
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Not here: the gates are reduced together in `training_step`, not one by one as their gradients arrive."""
 
-    def _add(self, name: str, value: torch.Tensor) -> None:
-        value = value.double()
-        self.sums[name] = value if name not in self.sums else self.sums[name] + value
+    def _count(self, stats: TokenStatistics, sums: dict[str, Any]) -> None:
+        """Add what is logged of the response tokens of a pass, in fp64."""
+        sums["tokens"] += stats.mask.sum().double()
+        for name, key in _LOGGED.items():
+            if name in self.request.outputs or (name == "kl" and stats.kl is not None):
+                sums[key] += getattr(stats, name).detach().double().sum()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add to a line about training: means over the response tokens since the last line; λ statistics of the step that it is
@@ -554,7 +531,7 @@ class StatisticsTrainer(SFTTrainer):
         """
         if self.sums and "loss" in logs:
             logs.update(self._means(self.sums))
-            self.sums = {}
+            self.sums = defaultdict(float)
         if self.gate_summaries and "loss" in logs:
             logs.update({f"gate_{name}": value for name, value in pooled(self.gate_summaries).items()})
             self.gate_summaries = []

@@ -47,10 +47,8 @@ Verdict = bool | None
 MAX_LENGTH = 1000  # characters in the box; more is a whole solution
 MAX_PARTS = 12  # of a list, as all are compared with all
 MAX_RELATIVE_ERROR = Fraction(1, 10_000)
-_ROUNDED_DIGITS, _ROUNDED_PARTS = (
-    3,
-    10,
-)  # digits and denominator from which a gold may be the rounding of another number
+# digits and denominator from which a gold may be the rounding of another number
+_ROUNDED_DIGITS, _ROUNDED_PARTS = 3, 10
 
 _UNJUDGED = re.compile(r"\\(?:[lcvd]?dots[a-z]?|bmod|pmod|mod|equiv)(?![A-Za-z])|\.\.\.")
 _BASE = re.compile(r"\(?([0-9A-F]+)\)?(?:_\{?\(?|\s*(?:in\s*)?base\s*)([0-9a-z]+)\)?\}?")
@@ -176,10 +174,8 @@ class _Decision:
             if len(left) != len(right):
                 return False
             if sorted(name for name, _ in left) == sorted(name for name, _ in right):
-                return self.match_unordered(
-                    left, right, lambda one, two: one[0] == two[0] and self.compare(one[1], two[1])
-                )
-            return self.match_unordered(gold.parts, answer.parts, self.compare)
+                return self.match_unordered(left, right, lambda a, b: a[0] == b[0] and self.same_or_unread(a[1], b[1]))
+            return self.match_unordered(gold.parts, answer.parts)
         known, other = (left, answer) if left else (right, gold)
         assert known
         stems = {re.sub(r"_.*|'", "", name) for name, _ in known}
@@ -188,7 +184,7 @@ class _Decision:
             return False
         if len(stems) < len(known) or other.kind == "set":  # x=3 or x=-5: several values of one
             one, two = (values, other.parts) if left else (other.parts, values)
-            return other.kind != "group" and self.match_unordered(one, two, self.compare)
+            return other.kind != "group" and self.match_unordered(one, two)
         values = [value for _, value in sorted(known, key=lambda pair: (pair[0].startswith("\\"), pair[0]))]
         return self.all_same(*((values, other.parts) if left else (other.parts, values)))
 
@@ -376,7 +372,7 @@ class _Decision:
         if kinds <= {"list", "set", "item"}:
             if kinds == {"item", "set"} and gold.kind == "set":
                 return False  # a set with one element is asked for as a set
-            return self.match_unordered(gold.parts, answer.parts, self.compare)
+            return self.match_unordered(gold.parts, answer.parts)
         if kinds == {"matrix", "group"}:  # a vector
             matrix, group = (gold, answer) if gold.kind == "matrix" else (answer, gold)
             if group.marks not in ("()", "[]") or not re.fullmatch(r"\d+|1(?:,1)*", matrix.marks):
@@ -392,19 +388,12 @@ class _Decision:
         return False if False in verdicts else None if None in verdicts else True
 
     def match_unordered(
-        self, gold: Sequence[Any], answer: Sequence[Any], same: Callable[[Any, Any], Verdict]
+        self, gold: Sequence[Any], answer: Sequence[Any], same: Callable[[Any, Any], Verdict] | None = None
     ) -> Verdict:
-        """Whether the parts can be paired off, in any order."""
+        """Whether the parts can be paired off, in any order; those that cannot be compared are no pair."""
         if len(gold) != len(answer) or len(gold) > MAX_PARTS:
             return False
-
-        def certain(left: Any, right: Any) -> Verdict:
-            try:
-                return same(left, right)
-            except (UnjudgedError, ParseError, UndecidedError):
-                return False  # parts that cannot be compared are no pair
-
-        table = [[certain(left, right) for right in answer] for left in gold]
+        table = [[(same or self.same_or_unread)(left, right) for right in answer] for left in gold]
         # right where the certain pairs do; wrong where not even the uncertain ones would; else algebra must say
         if _has_perfect_matching([[verdict is True for verdict in row] for row in table]):
             return True
@@ -516,26 +505,14 @@ def _rounding_tolerance(body: str) -> tuple[Fraction, int] | None:
 
 
 def _is_repeating_decimal(value: Fraction) -> bool:
-    """Whether the decimal of a rational number never ends."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest != 1
+    """Whether the decimal of a rational number never ends: its denominator divides no power of ten."""
+    return pow(10, value.denominator.bit_length(), value.denominator) != 0
 
 
 def _has_perfect_matching(allowed: list[list[bool]]) -> bool:
-    """Whether every left part gets a right one of its own (augmenting paths)."""
-    partner: dict[int, int] = {}  # of a right part, its left one
-
-    def place(left: int, seen: set[int]) -> bool:
-        for right, fits in enumerate(allowed[left]):
-            if fits and right not in seen:
-                seen.add(right)
-                # free, or its partner can go elsewhere
-                if right not in partner or place(partner[right], seen):
-                    partner[right] = left
-                    return True
-        return False
-
-    return all(place(left, set()) for left in range(len(allowed)))
+    """Whether every left part gets a right one of its own."""
+    taken = {0}  # the sets of right parts, as bits, that the left parts so far can have
+    for row in allowed:
+        free = [1 << right for right, fits in enumerate(row) if fits]
+        taken = {before | one for before in taken for one in free if not before & one}
+    return bool(taken)

@@ -55,9 +55,10 @@ _FONTS = {
     "text", "textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "mbox", "hbox", "mathrm", "mathbf", "mathit",
     "mathsf", "mathtt", "mathnormal", "boldsymbol", "bm", "operatorname",
 }  # fmt: skip
+_ATOM_COMMANDS = {*_SYMBOLS, *_CONSTANTS, *FUNCTIONS, *_ACCENTS, *_FONTS, "frac", "binom", "sum", "prod"}
 _NAMED = sorted({*FUNCTIONS, "pi"}, key=len, reverse=True)
 _TIMES, _OVER = {"*", r"\times", r"\cdot"}, {"/", r"\div"}
-_BRACKETS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lvert": r"\rvert"}
+_BRACKETS = {"(": ")", "[": "]", "{": "}", "|": "|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lvert": r"\rvert"}
 
 
 class ParseError(Exception):
@@ -75,7 +76,7 @@ def read_expression(text: str) -> Node:
     """Return the tree of `text` (normalised).
 
     Raises:
-        UnreadError: where any part of it is not understood.
+        ParseError: where any part of it is not understood.
     """
     if len(text) > MAX_LENGTH:
         raise ParseError(text)
@@ -181,16 +182,9 @@ class _Reader:
             return self.at > 0 and self.peek(-1) in (")", "}", "]", "!")
         if kind == "word":
             return True
-        if token == "|" or token in (r"\lvert",):
-            return token != "|" or not self.bars
-        return token in ("(", "{", "[", r"\lfloor", r"\lceil") or (
-            kind == "command" and self.is_atom_command(token[1:])
-        )
-
-    @staticmethod
-    def is_atom_command(name: str) -> bool:
-        known = name in _SYMBOLS or name in _CONSTANTS or name in FUNCTIONS or name in _ACCENTS or name in _FONTS
-        return known or name in ("frac", "binom", "sum", "prod")
+        if token == "|":
+            return not self.bars
+        return token in _BRACKETS or (kind == "command" and token[1:] in _ATOM_COMMANDS)
 
     def power(self, base: Node | None = None) -> Node:
         node = base or self.mixed()
@@ -237,19 +231,13 @@ class _Reader:
         if kind == "number":
             self.at += 1
             return ("num", _number(token))
-        if token == "|":
-            self.at, self.bars = self.at + 1, self.bars + 1
-            node = self.parse_sum()
-            self.bars -= 1
-            self.expect("|")
-            return ("call", "abs", node)
         if token in _BRACKETS:
             self.at += 1
-            outer, self.bars = self.bars, 0
+            outer, self.bars = self.bars, self.bars + 1 if token == "|" else 0
             node = self.parse_sum()
             self.expect(_BRACKETS[token])
             self.bars = outer
-            function = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs"}.get(token)
+            function = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", "|": "abs"}.get(token)
             return ("call", function, node) if function else node
         if kind == "word":
             self.at += 1
@@ -271,10 +259,11 @@ class _Reader:
             name += "_" + self.raw()
         while self.accept("'", r"\prime"):
             name += "'"
-        if self.peek() == "^" and (primes := re.fullmatch(r"(?:'|\\prime)+", self.raw_at(1))):
-            self.at += 1
-            self.raw()
-            name += "'" * len(re.findall(r"'|\\prime", primes.group()))
+        before = self.at
+        if self.accept("^") and re.fullmatch(r"(?:'|\\prime)+", raised := self.raw()):
+            name += "'" * len(re.findall(r"'|\\prime", raised))
+        else:
+            self.at = before  # a power, if anything
         return ("sym", name)
 
     def command(self, name: str) -> Node:
@@ -298,10 +287,8 @@ class _Reader:
         r"""`\mathrm{e}` and `\text{sin}` are what they hold, a longer word is one name."""
         start = self.at
         word = self.raw()
-        if word in FUNCTIONS or word in _CONSTANTS or re.fullmatch("[A-Za-z]|" + r"\\[A-Za-z]+", word):
-            return self.named(word) if word[0] != "\\" else self.command(word[1:])
-        if re.fullmatch("[A-Za-z]+", word):
-            return self.named(word)
+        if re.fullmatch(r"\\?[A-Za-z]+", word):
+            return self.command(word[1:]) if word[0] == "\\" else self.named(word)
         self.at = start
         if re.search("[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", word)):  # words and digits are no product of letters
             raise ParseError(self.text)
@@ -323,15 +310,6 @@ class _Reader:
         # fonts of an index mean nothing: v_{\text{max}}
         return re.sub(r"\\(?:text|mathrm|textrm|textbf|mathbf)|[{}]", "", "".join(inner[:-1]))
 
-    def raw_at(self, ahead: int) -> str:
-        before, self.at = self.at, self.at + ahead
-        try:
-            return self.raw()
-        except ParseError:
-            return ""
-        finally:
-            self.at = before
-
     def argument(self) -> Node:
         r"""One argument of \frac: a group, or a single digit, letter or command of what follows (`\frac12`)."""
         token = self.peek()
@@ -350,7 +328,7 @@ class _Reader:
             return ("call", "root", inside, degree or ("num", Fraction(2)))
         base: Node | None = None
         if self.accept("_"):
-            base = self.argument() if self.peek() != "{" else self.atom()
+            base = self.argument()
             if name != "log":
                 raise ParseError(self.text)
         power = self.exponent() if self.accept("^") else None

@@ -265,7 +265,7 @@ def read_shape(text: str) -> AnswerStructure:
         rows = [row.replace("&", "").strip(" ,;") for row in _ROW.split(lines[2]) if row.strip()]
         return AnswerStructure("list", tuple(rows)) if len(rows) > 1 else AnswerStructure("item", (text,))
     bare = text
-    while bare[:1] in ("(", "[") and _closes_at_end(bare) and _MATRIX.fullmatch(bare[1:-1].strip()):
+    while bare[:1] in ("(", "[") and closes_at_end(bare) and _MATRIX.fullmatch(bare[1:-1].strip()):
         bare = bare[1:-1].strip()  # the brackets of an array
     matrix = _MATRIX.fullmatch(bare)
     if matrix is not None:
@@ -275,11 +275,11 @@ def read_shape(text: str) -> AnswerStructure:
     items = split_list(text)
     if len(items) > 1:
         return AnswerStructure("list", tuple(items))
-    if text.startswith(r"\{") and _closes_at_end(text):
+    if text.startswith(r"\{") and closes_at_end(text):
         return AnswerStructure("set", tuple(split_list(text[2:-2].strip())))
-    if text[:1] in ("(", "[") and _closes_at_end(text):
+    if text[:1] in ("(", "[") and closes_at_end(text):
         inner = split_top(text[1:-1], ",")
-        if text[0] == "[" and all(row[:1] == "[" and _closes_at_end(row) for row in inner):
+        if text[0] == "[" and all(row[:1] == "[" and closes_at_end(row) for row in inner):
             return _matrix([split_top(row[1:-1], ",") for row in inner])
         if len(inner) > 1:
             return AnswerStructure("group", tuple(inner), text[0] + text[-1])
@@ -349,7 +349,7 @@ def _signs(text: str, upper: str, lower: str) -> str:
     return re.sub(r"\\mp(?![A-Za-z])\s*", lambda _: lower, text)
 
 
-def _closes_at_end(text: str) -> bool:
+def closes_at_end(text: str) -> bool:
     """Whether the bracket that opens `text` is closed by its last character."""
     closed = (index for index, depth in _depths(text) if depth == 0 and index and text[index - 1] in _CLOSE)
     return next(closed, None) == len(text)

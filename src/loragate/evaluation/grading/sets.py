@@ -16,7 +16,7 @@ from functools import cmp_to_key
 from typing import Any
 
 from loragate.evaluation.grading.expression import Node, ParseError, read_expression, variables, walk
-from loragate.evaluation.grading.notation import split_list, split_top, unwrap_fonts
+from loragate.evaluation.grading.notation import closes_at_end, split_list, split_top, unwrap_fonts
 from loragate.evaluation.grading.values import UndecidedError, alike, evaluate, points
 
 _SIGNS = re.compile(r"\\leq(?![A-Za-z])|\\geq(?![A-Za-z])|\\neq(?![A-Za-z])|<|>|=")
@@ -31,10 +31,10 @@ _NOTHING = re.compile(
     re.I,
 )
 _EVERYTHING = re.compile(r"\\mathbb\s*\{R\}|(?:all|any)(?: the)? reals?(?: numbers?)?", re.I)
-_TINY = Fraction(1, 10**25)
 _DIGITS = 50
 _SAMPLES = (0, 1, 2, 3, 5)
 _MAX_ABS = 3
+_ORDERS = {"<": (-1,), ">": (1,), r"\leq": (-1, 0), r"\geq": (0, 1), r"\neq": (-1, 1), "=": (0,)}
 
 Condition = tuple[Any, ...]
 
@@ -44,8 +44,8 @@ class RealSet:
     """A set as it was read.
 
     Attributes:
-        condition: ("all",), ("none",), ("interval", low, high, brackets), ("points", nodes), ("relation", left, sign, right),
-            ("not", condition), ("and" | "or" | "comma", conditions).
+        condition: ("all",), ("none",), ("interval", low, high, brackets), ("points", *nodes), ("relation", left, sign, right),
+            ("not", condition), ("and" | "or" | "comma", *conditions); a tree like those of `expression`, whose nodes it holds.
         names: variables that the text itself names, as in `x > 2` or `x \\in S`; none for a plain interval.
     """
 
@@ -70,14 +70,14 @@ def same_set(gold: RealSet, answer: RealSet, mp: Any = None) -> bool:
     """Whether both are the same set.
 
     Raises:
-        NeedsAlgebraError: without `mp`, where an end point is not rational.
+        MpmathRequiredError: without `mp`, where an end point is not rational.
         UndecidedError: where it cannot be told.
     """
     one, other = _variable(gold, answer)
     if one and other and one != other:
         return False
     name = one or other
-    letters = (_letters(gold.condition) | _letters(answer.condition)) - {name}
+    letters = (variables(gold.condition) | variables(answer.condition)) - {name}
     if not letters:
         return _agree(gold, answer, name, {}, mp)
     agreed = 0
@@ -122,7 +122,7 @@ def _outline(found: RealSet, name: str, point: dict[str, Any], mp: Any) -> tuple
             steps.append((place, here, inside[index + 1]))
     if found.condition[0] == "comma" and not steps and not inside[0]:
         # x < 1, x > 2 has no number in both: either was meant
-        return _outline(RealSet(("or", found.condition[1]), found.names), name, point, mp)
+        return _outline(RealSet(("or", *found.condition[1:]), found.names), name, point, mp)
     return inside[0], steps
 
 
@@ -145,7 +145,7 @@ class _Judge:
     def value(self, node: Node, at: Any = None) -> Any:
         value = evaluate(node, self.point if at is None else {**self.point, self.name: at}, self.mp)
         if self.mp is not None and not isinstance(value, Fraction):
-            if abs(self.mp.im(value)) > _TINY.numerator * self.mp.mpf(10) ** -25 or self.mp.isinf(value):
+            if not self.near_zero(self.mp.im(value)) or self.mp.isinf(value):
                 raise UndecidedError
             return self.mp.re(value)
         return value
@@ -157,13 +157,11 @@ class _Judge:
                 if len(ends) == 2 and _order(ends[0], ends[1], self.mp) >= 0:
                     raise UndecidedError  # a point, with its coordinates
                 return ends
-            case ("points", nodes):
+            case ("points", *nodes):
                 return [self.value(node) for node in nodes]
             case ("relation", left, _, right):
                 return list(self.roots(("+", left, ("neg", right))))
-            case ("not", inner):
-                return self.places(inner)
-            case ("and" | "or" | "comma", parts):
+            case ("not" | "and" | "or" | "comma", *parts):
                 return [place for part in parts for place in self.places(part)]
         return []
 
@@ -177,27 +175,18 @@ class _Judge:
                     if order < 0 or (order == 0 and bracket in "()"):
                         return False
                 return True
-            case ("points", nodes):
+            case ("points", *nodes):
                 return any(_order(at, self.value(node), self.mp) == 0 for node in nodes)
             case ("relation", left, sign, right):
                 one, two = alike((self.value(left, at), self.value(right, at)), self.mp)
                 order = _order(one, two, self.mp)
                 # a root that was rounded leaves a little where nothing is
-                if order and not isinstance(one - two, Fraction) and abs(one - two) < self.mp.mpf(10) ** -25:
-                    order = 0
-                return {
-                    "<": order < 0,
-                    ">": order > 0,
-                    r"\leq": order <= 0,
-                    r"\geq": order >= 0,
-                    r"\neq": order != 0,
-                    "=": order == 0,
-                }[sign]
+                return (0 if self.near_zero(one - two) else order) in _ORDERS[sign]
             case ("not", inner):
                 return not self.holds(inner, at)
-            case ("and" | "comma", parts):
+            case ("and" | "comma", *parts):
                 return all(self.holds(part, at) for part in parts)
-            case ("or", parts):
+            case ("or", *parts):
                 return any(self.holds(part, at) for part in parts)
         return bool(condition[0] == "all")
 
@@ -226,10 +215,7 @@ class _Judge:
         under = slope * slope - 4 * square * values[0]
         if under < 0:
             return []
-        if isinstance(under, Fraction):
-            root = evaluate(("call", "root", ("num", under), ("num", Fraction(2))), {}, self.mp)
-        else:
-            root = self.mp.sqrt(under)
+        root = evaluate(("call", "root", ("num", under), ("num", Fraction(2))), {}, self.mp)
         slope, square, root = alike((slope, square, root), self.mp)
         return [(-slope - root) / (2 * square), (-slope + root) / (2 * square)]
 
@@ -247,27 +233,10 @@ def _infinite(node: Node) -> bool:
     return node in (("const", "inf"), ("neg", ("const", "inf")))
 
 
-def _letters(condition: Condition) -> set[str]:
-    match condition:
-        case ("interval", low, high, _):
-            return variables(low) | variables(high)
-        case ("points", nodes):
-            return set().union(*map(variables, nodes))
-        case ("relation", left, _, right):
-            return variables(left) | variables(right)
-        case ("not", inner):
-            return _letters(inner)
-        case ("and" | "or" | "comma", parts):
-            return set().union(*map(_letters, parts))
-    return set()
-
-
 def _variable(*sides: RealSet) -> tuple[str, str]:
     """The variable of each set, "" where it has none: one that both name if they can agree on it."""
     shared = sides[0].names & sides[1].names
-    for name in sorted(shared, key=lambda name: (name != "x", name)):
-        return name, name
-    first, second = (min(side.names, default="", key=lambda name: (name != "x", name)) for side in sides)
+    first, second = (min(shared or side.names, default="", key=lambda name: (name != "x", name)) for side in sides)
     return first, second
 
 
@@ -282,7 +251,7 @@ def _read(text: str, named: frozenset[str]) -> RealSet | None:
     if r"\pm" in text and r"\neq" in text:
         return _joined("and", split_list(text), named)
     builder = _BUILDER.fullmatch(text)
-    if builder is not None and _closes(text):
+    if builder is not None and closes_at_end(text):
         return _read(builder[2], named | {_plain_name(builder[1])})
     for separator, kind in (
         (r"\cup", "or"),
@@ -315,17 +284,14 @@ def _read(text: str, named: frozenset[str]) -> RealSet | None:
 
 
 def _joined(kind: str, parts: list[str], named: frozenset[str]) -> RealSet | None:
-    sets: list[RealSet] = []
-    for part in parts:
-        found = _read(part, named)
-        if found is None:
-            return None
-        sets.append(found)
+    sets = [found for part in parts if (found := _read(part, named)) is not None]
+    if len(sets) < len(parts):
+        return None
     names = frozenset().union(*(found.names for found in sets))
     conditions = [found.condition for found in sets]
     if kind == "without":
-        return RealSet(("and", [conditions[0], *(("not", condition) for condition in conditions[1:])]), names)
-    return RealSet((kind, conditions), names)
+        return RealSet(("and", conditions[0], *(("not", condition) for condition in conditions[1:])), names)
+    return RealSet((kind, *conditions), names)
 
 
 def _relations(text: str, named: frozenset[str]) -> RealSet | None:
@@ -344,12 +310,12 @@ def _relations(text: str, named: frozenset[str]) -> RealSet | None:
     if not letters:
         return None
     conditions = [("relation", nodes[i], sign, nodes[i + 1]) for i, sign in enumerate(signs)]
-    return RealSet(("and", conditions) if len(conditions) > 1 else conditions[0], frozenset(names))
+    return RealSet(("and", *conditions), frozenset(names))
 
 
 def _enclosed(text: str, named: frozenset[str]) -> RealSet | None:
-    if text.startswith(r"\{") and _closes(text):
-        return RealSet(("points", [read_expression(part) for part in split_list(text[2:-2])]), frozenset())
+    if text.startswith(r"\{") and closes_at_end(text):
+        return RealSet(("points", *map(read_expression, split_list(text[2:-2]))), frozenset())
     if text[:1] in ("(", "[", "]") and text[-1:] in (")", "]", "["):
         ends = split_top(text[1:-1], ",")
         if len(ends) == 1:
@@ -369,9 +335,3 @@ def _plain_name(name: str) -> str:
     if node[0] != "sym":
         raise ParseError(name)
     return str(node[1])
-
-
-def _closes(text: str) -> bool:
-    return len(split_top(text + "\x01", "\x01")) == 2 and all(
-        not part for part in split_top(text.replace(r"\}", "\\}\x01"), "\x01")[1:]
-    )

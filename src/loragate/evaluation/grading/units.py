@@ -120,7 +120,7 @@ def read_quantity(text: str) -> Quantity:
     """Take the unit, the percent sign and the number words off `text` (normalised).
 
     Raises:
-        UnreadError: where the words make it another number, in a way that is not known here.
+        ParseError: where the words make it another number, in a way that is not known here.
     """
     if PLAIN_NUMBER.fullmatch(text):
         return Quantity(text)
@@ -204,12 +204,9 @@ def _split(text: str) -> tuple[str, str]:
     Nothing is split off where no digit would remain in front.
     """
     spelled = re.fullmatch(r"(?:\\text\{)?\s*([A-Za-z-]+)\s+([A-Za-z ]+?)\s*\}?", text)
-    if (
-        spelled is not None
-        and _parse_number_words(spelled[1]) is not None
-        and _parse_number_words(f"{spelled[1]} {spelled[2]}") is None
-    ):
-        return str(_parse_number_words(spelled[1])), spelled[2]
+    value = None if spelled is None else _parse_number_words(spelled[1])
+    if spelled is not None and value is not None and _parse_number_words(f"{spelled[1]} {spelled[2]}") is None:
+        return str(value), spelled[2]
     match = _TAIL.search(text)
     if match is None:
         return text, ""
@@ -236,18 +233,16 @@ def _split(text: str) -> tuple[str, str]:
         return text, ""
     if not known and any(len(word) == 1 and word not in "aA" for word in words):
         return text, ""  # 5M and 5k
-    if is_words:  # a few bare letters are variables unless they are known to be a unit
-        if not known and (
-            not words or any(len(word) < 3 for word in words if word not in ("of", "in", "on", "a", "an"))
-        ):
-            return text, ""
-        if not known and any(word in GREEK or _is_function(word) for word in words):
-            return text, ""
+    if is_words and not known and (not words or any(map(_may_be_variables, words))):
+        return text, ""
     return body, plain
 
 
-def _is_function(word: str) -> bool:
-    return word in FUNCTIONS or re.fullmatch(r"(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)[a-z]", word) is not None
+def _may_be_variables(word: str) -> bool:
+    """Whether a bare word may be letters that are multiplied, or a function before one: a few letters, a Greek name, `sinx`."""
+    few = len(word) < 3 and word not in ("of", "in", "on", "a", "an")
+    function = word in FUNCTIONS or re.fullmatch(r"(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)[a-z]", word)
+    return few or word in GREEK or bool(function)
 
 
 def read_unit(text: str) -> Unit | None:

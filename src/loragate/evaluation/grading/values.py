@@ -64,7 +64,7 @@ def evaluate(node: Node, point: dict[str, Value], mp: Any = None) -> Value:
     """The value of `node` where its variables are those of `point`.
 
     Raises:
-        NeedsAlgebraError: without `mp`, where the value is not rational.
+        MpmathRequiredError: without `mp`, where the value is not rational.
         UndecidedError: for what has no value, or would take too long.
     """
     return _Evaluation(point, mp).of(node)
@@ -81,7 +81,7 @@ def same_function(left: Node, right: Node, mp: Any = None) -> bool | None:
     """Whether two expressions in variables agree wherever both have a value; None where they have too few in common.
 
     Raises:
-        NeedsAlgebraError: as `evaluate`.
+        MpmathRequiredError: as `evaluate`.
     """
     agreed = 0
     called = {node[1] for side in (left, right) for node in walk(side) if node[0] == "call"}
@@ -100,7 +100,7 @@ def are_proportional(left: Node, right: Node, mp: Any = None) -> bool | None:
     """Whether one expression is a constant multiple of the other, so that both vanish together; None where too few points show it.
 
     Raises:
-        NeedsAlgebraError: as `evaluate`.
+        MpmathRequiredError: as `evaluate`.
     """
     if variables(left) != variables(right) or not variables(left):
         return False
@@ -357,10 +357,8 @@ class _Evaluation:
                 return mp.power(first, 1 / second)
             if function == "log":
                 return mp.log(first) / mp.log(second)
-            if function in ("min", "max"):
-                return (min if function == "min" else max)(arguments)
-            if function == "abs":
-                return abs(first)
+            if function in ("min", "max", "abs"):
+                return _EXACT[function](arguments)
             if function in ("floor", "ceil"):
                 return self.whole(function, first)
             if function in ("gcd", "lcm"):

@@ -1,13 +1,7 @@
 """Programs written by a model, run where they can do no harm and judged where they cannot cheat."""
 
 from loragate.evaluation.sandbox.bubblewrap import SandboxError
-from loragate.evaluation.sandbox.code import (
-    KINDS,
-    grade_code,
-    grade_codes,
-    humaneval_program,
-    mbpp_program,
-)
+from loragate.evaluation.sandbox.code import KINDS, grade_code, grade_codes
 from loragate.evaluation.sandbox.extract import extract_code
 from loragate.evaluation.sandbox.run import (
     TIERS,
@@ -29,8 +23,6 @@ __all__ = [
     "extract_code",
     "grade_code",
     "grade_codes",
-    "humaneval_program",
-    "mbpp_program",
     "probe",
     "require_sandbox",
     "run_program",

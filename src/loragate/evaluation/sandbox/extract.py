@@ -173,20 +173,15 @@ def _without_last_test(source: str, wanted: Callable[[str], bool]) -> str:
 def _sound_head(source: str) -> str:
     """The text up to the first statement at the margin with which it no longer compiles."""
     for _ in range(MAX_BLOCKS):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ast.parse(source)
-            return source
-        except SyntaxError as error:
-            line, starts = 0, []
-            for piece in _split_statements(source):
-                if line < (error.lineno or 1):
-                    starts.append(line)
-                line += piece.count("\n")
-            source = "".join(_lines(source)[: starts[-1] if starts else 0])
-        except (ValueError, RecursionError, MemoryError):
-            return ""
+        found = _parse_or_error(source)
+        if not isinstance(found, SyntaxError):
+            return source if found else ""
+        line, starts = 0, []
+        for piece in _split_statements(source):
+            if line < (found.lineno or 1):
+                starts.append(line)
+            line += piece.count("\n")
+        source = "".join(_lines(source)[: starts[-1] if starts else 0])
     return ""
 
 
@@ -223,12 +218,19 @@ def _globals_of(source: str) -> set[str]:
 
 
 def _parse(source: str) -> ast.Module | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    found = _parse_or_error(source)
+    return found if isinstance(found, ast.Module) else None
+
+
+def _parse_or_error(source: str) -> ast.Module | SyntaxError | None:
+    """The tree of a text, or where it is not Python's; None for what cannot be parsed at all."""
+    with warnings.catch_warnings(), suppress(ValueError, RecursionError, MemoryError):
+        warnings.simplefilter("ignore")
+        try:
             return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        except SyntaxError as error:
+            return error
+    return None
 
 
 def _has_body(source: str, name: str) -> bool:
@@ -304,9 +306,5 @@ def _is_code(piece: str) -> bool:
 
 def _is_open(piece: str) -> bool:
     """Whether a bracket or string of a piece goes on."""
-    with suppress(ValueError, RecursionError, MemoryError):
-        try:
-            ast.parse(piece)
-        except SyntaxError as error:
-            return "never closed" in str(error) or "unterminated triple" in str(error)
-    return False
+    found = _parse_or_error(piece)
+    return isinstance(found, SyntaxError) and ("never closed" in str(found) or "unterminated triple" in str(found))

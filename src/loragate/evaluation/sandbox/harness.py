@@ -259,12 +259,9 @@ def serve(line, source, name, limits):
             exec(code, module.__dict__)
         except BaseException as error:
             reason = classify_exception(error)
-            # asserts of its own are the tests of a program alone, and no more than code in one that has tests
-            answer = [
-                "failed",
-                "error" if reason == "wrong" and name != "__main__" else reason,
-                format_exception(error),
-            ]
+            if reason == "wrong" and name != "__main__":
+                reason = "error"  # asserts of its own are tests of a program alone, and no more than code in one that has tests
+            answer = ["failed", reason, format_exception(error)]
     with contextlib.suppress(BaseException):  # so far as the program has left the means to
         sys.stdout.flush()
     while True:
@@ -360,12 +357,8 @@ class Handle:
         return _remote_method("get")(self, name)
 
     __setattr__, __getitem__, __setitem__ = _remote_method("set"), _remote_method("item"), _remote_method("set item")
-    __len__, __bool__, __str__, __repr__ = (
-        _remote_method("length"),
-        _remote_method("bool"),
-        _remote_method("str"),
-        _remote_method("repr"),
-    )
+    __len__, __bool__ = _remote_method("length"), _remote_method("bool")
+    __str__, __repr__ = _remote_method("str"), _remote_method("repr")
 
     def __iter__(self):
         return _remote_method("iter")(self)
@@ -444,11 +437,9 @@ def run_checks(channel, child, checks):
         if channel.last_error is not None and channel.last_error[0] is error:
             return channel.last_error[1:]
         reason = classify_exception(error)
-        return (
-            ("error", f"the tests ended by {format_exception(error)}")
-            if reason == "exit"
-            else (reason, format_exception(error))
-        )
+        if reason == "exit":
+            return "error", f"the tests ended by {format_exception(error)}"
+        return reason, format_exception(error)
     return "ok", ""
 
 

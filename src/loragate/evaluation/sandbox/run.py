@@ -376,16 +376,13 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         self.seconds = max(self.seconds, used)
         if self.seconds > limits.seconds:
             return "timeout", f"still running after {limits.seconds:g} s of processor time"
-        if self.asleep_seconds > MAX_SLEEP_FACTOR * limits.seconds:
-            return (
-                "timeout",
-                f"asleep for {MAX_SLEEP_FACTOR * limits.seconds:g} s, {self.seconds:.1f} s of processor time",
-            )
-        if elapsed > MAX_WALL_FACTOR * limits.seconds:
-            return (
-                "timeout",
-                f"still running after {MAX_WALL_FACTOR * limits.seconds:g} s, {self.seconds:.1f} s of processor time",
-            )
+        bounds = (
+            (self.asleep_seconds, MAX_SLEEP_FACTOR, "asleep for"),
+            (elapsed, MAX_WALL_FACTOR, "still running after"),
+        )
+        for spent, factor, what in bounds:
+            if spent > factor * limits.seconds:
+                return "timeout", f"{what} {factor * limits.seconds:g} s, {self.seconds:.1f} s of processor time"
         if memory > limits.memory_mb + 64:  # bubblewrap's and the interpreter's own
             return "memory", f"{memory} MiB in all; the limit is {limits.memory_mb}"
         if len(pids) > limits.processes + 4:  # some for bubblewrap itself and for those that are just ending

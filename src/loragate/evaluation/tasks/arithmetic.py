@@ -17,6 +17,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from numpy import base_repr
+
 from loragate.errors import DataError
 
 LEVELS = (1, 2, 3)
@@ -97,14 +99,14 @@ def _modular(rng: random.Random, level: int) -> Draw:
 
 def _fractions(rng: random.Random, level: int) -> Draw:
     first = _fraction(rng, 9)
-    text, value = _written(first), first
+    text, value = str(first), first
     for step in range(level):
         term = _fraction(rng, (9, 12, 16)[level - 1])
         # one product at the end would bind tighter than the sum before it, so it is bracketed
         operator = rng.choice("+-") if step < level - 1 else rng.choice("+-*")
         if operator == "*" and step:
             text = f"({text})"
-        text += f" {operator} {_written(term)}"
+        text += f" {operator} {term}"
         value = value + term if operator == "+" else value - term if operator == "-" else value * term
     return f"Compute {text}. Give the result as a reduced fraction or an integer.", value
 
@@ -120,19 +122,19 @@ def _comparison(rng: random.Random, level: int) -> Draw:
             found.add(Fraction(numerator, denominator))
     shuffled = sorted(found)
     rng.shuffle(shuffled)
-    listed = ", ".join(map(_written, shuffled[:-1])) + f" and {_written(shuffled[-1])}"
+    listed = ", ".join(map(str, shuffled[:-1])) + f" and {shuffled[-1]}"
     return f"Which of these fractions is the largest: {listed}? Answer with that fraction.", max(found)
 
 
 def _base(rng: random.Random, level: int) -> Draw:
     value, target = rng.randint(20, (200, 2_000, 20_000)[level - 1]), rng.randint(2, 9)
     if level == 1:
-        return f"Write the decimal number {value} in base {target}. Give the digits only.", digits(value, target)
+        return f"Write the decimal number {value} in base {target}. Give the digits only.", base_repr(value, target)
     if level == 2:
-        return f"The digits {digits(value, target)} are a number in base {target}. Write it in base ten.", value
+        return f"The digits {base_repr(value, target)} are a number in base {target}. Write it in base ten.", value
     source = rng.choice([base for base in range(2, 10) if base != target])
-    text = f"The digits {digits(value, source)} are a number in base {source}. Write it in base {target}."
-    return f"{text} Give the digits only.", digits(value, target)
+    text = f"The digits {base_repr(value, source)} are a number in base {source}. Write it in base {target}."
+    return f"{text} Give the digits only.", base_repr(value, target)
 
 
 def _linear(rng: random.Random, level: int) -> Draw:
@@ -183,24 +185,11 @@ KINDS: dict[str, Callable[[random.Random, int], Draw]] = {
 }
 
 
-def digits(value: int, base: int) -> str:
-    """A positive integer in a base from 2 to 10."""
-    text = ""
-    while value:
-        value, digit = divmod(value, base)
-        text = str(digit) + text
-    return text
-
-
 def _fraction(rng: random.Random, largest: int) -> Fraction:
     while True:
         value = Fraction(rng.randint(1, 2 * largest), rng.randint(2, largest))
         if value.denominator > 1:
             return value
-
-
-def _written(value: Fraction) -> str:
-    return f"{value.numerator}/{value.denominator}"
 
 
 def _signed(value: Fraction | int) -> str:

@@ -17,13 +17,15 @@ from loragate.evaluation.sandbox.code import EVALPLUS_RELEASE_ERROR, is_evalplus
 Row = dict[str, Any]
 
 
-def _math(row: Row) -> Row:
+def _math(row: Row, where: str) -> Row:
     """MATH's own rows (problem, level, type, solution): the answer is in the last box of the solution."""
     if "answer" in row or not row.keys() >= {"problem", "level", "type", "solution"}:
         return row
     answer = last_boxed(str(row["solution"]))
     if not answer:
-        raise DataError(r"a row of MATH without an answer: there is no \boxed{…} in its 'solution'; mend or remove it")
+        raise DataError(
+            rf"{where}: a row of MATH without an answer: there is no \boxed{{…}} in its 'solution'; mend or remove it"
+        )
     level = re.search(r"\d+", str(row["level"]))
     hub = {"answer": answer, "subject": row["type"], "level": int(level[0]) if level else None}
     return {**row, **hub}
@@ -35,19 +37,17 @@ def _has_plus_tests(row: Row) -> bool:
 
 
 Refusal = tuple[Callable[[Row], bool], str]
-_HUMANEVAL: tuple[Refusal, ...] = (
-    (
-        _has_plus_tests,
-        "it has the tests of HumanEval+, so the score would not be HumanEval's; use --tasks humaneval_plus",
-    ),
+_NOT_HUMANEVAL: Refusal = (
+    _has_plus_tests,
+    "it has the tests of HumanEval+, so the score would not be HumanEval's; use --tasks humaneval_plus",
 )
 _NOT_MBPP_PLUS: Refusal = (
     _has_plus_tests,
     "it is a row of MBPP+, which has other questions and tests; use --tasks mbpp_plus",
 )
 REFUSED: dict[str, tuple[Refusal, ...]] = {
-    "humaneval": _HUMANEVAL,
-    "humaneval_raw": _HUMANEVAL,
+    "humaneval": (_NOT_HUMANEVAL,),
+    "humaneval_raw": (_NOT_HUMANEVAL,),
     "humaneval_plus": (
         (is_evalplus_release, EVALPLUS_RELEASE_ERROR),
         (
@@ -79,13 +79,13 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
 """By task, the rows that belong elsewhere, and what to say of them."""
 
 
-def convert_to_hub_row(task: str, row: Row) -> Row:
+def convert_to_hub_row(task: str, row: Row, where: str) -> Row:
     """The row of a built-in task as the hub has it, from the row as it was read.
 
     Raises:
-        DataError: for a row of another set.
+        DataError: beginning with `where`, for a row of another set.
     """
     for belongs_elsewhere, why in REFUSED.get(task, ()):
         if belongs_elsewhere(row):
-            raise DataError(why)
-    return _math(row) if task == "math500" else row
+            raise DataError(f"{where}: {why}")
+    return _math(row, where) if task == "math500" else row

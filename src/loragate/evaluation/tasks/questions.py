@@ -140,15 +140,9 @@ def load_questions(
         for index in range(len(rows)):
             where, row = rows.where(index), dict(rows[index])
             if task.path.parent == DEFINITIONS:
-                try:
-                    row = convert_to_hub_row(task.name, row)
-                except DataError as error:
-                    raise DataError(f"{where}: {error}") from None
+                row = convert_to_hub_row(task.name, row, where)
             check_row(row, dataset.schema, where, task.name)
-            if part is not None:
-                subset = part
-            else:
-                subset = "" if column is None else _one_of(row.get(column), subsets, column, where)
+            subset = part or (_one_of(row.get(column), subsets, column, where) if column else "")
             if check is not None:
                 check(row, where, subset)
             members = found[subset]

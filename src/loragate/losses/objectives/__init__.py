@@ -39,11 +39,7 @@ objectives: Mapping[str, Objective] = MappingProxyType({name: make() for name, m
 
 
 def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
-    """A named objective with its options.
-
-    Raises:
-        ConfigError: for an option the objective does not have, or a value it refuses.
-    """
+    """A named objective with its options; a ConfigError for one that it does not have, or a value that it refuses."""
     factory, given = FACTORIES[name], dict(options or {})
     known = list(inspect.signature(factory).parameters)
     for option in given:

@@ -58,8 +58,8 @@ class Objective(Protocol):
     Attributes:
         name: what records call it.
         k: support of the top-k entropy it reads; 0 for the whole vocabulary, 2 where it reads none.
-        requires: what the context or the statistics must hold: "keep_mask", "reference_kl" (Stage I only), "sequence_ids"
-            (of rows that are not packed the same throughout a row).
+        requires: what the context or the statistics must hold: "keep_mask", "reference_kl" (`stats.kl`, to the base: the model
+            with its adapter off), "sequence_ids" (of rows that are not packed the same throughout a row).
         outputs: the statistics it reads, of "log_prob", "entropy" (in full) and "topk_entropy".
         gradients: those it differentiates, the others come detached; None for all, recomputed in the backward as they are
             needed.
@@ -118,11 +118,7 @@ def within_batch(
 
 
 def require(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> None:
-    """Refuse a call that lacks what the objective needs.
-
-    Raises:
-        ConfigError: naming what is missing and where it comes from.
-    """
+    """Refuse (ConfigError) a call that lacks what the objective needs."""
     for name in sorted(objective.requires):
         found = stats.kl if name == "reference_kl" else getattr(context, name)
         if found is None:
@@ -186,25 +182,32 @@ class WeightedCrossEntropy:
 def token_losses(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
     """The objective's loss, shaped like the statistics; what it says of positions without a label does not count.
 
-    Raises:
-        ConfigError: for another shape, a statistic that is read and not named, and a negative weight of a
-            `WeightedCrossEntropy`.
+    A ConfigError for another shape, a statistic that is read and not named, a loss without a gradient where one is asked for, and
+    a negative weight of a `WeightedCrossEntropy`.
     """
     try:
         losses = objective.loss(stats, context)
     except RuntimeError as error:
         if "must match" not in str(error):  # what a device lacks, say
             raise
-        # a statistic that was not asked for is empty, and fails on its shape
-        raise ConfigError(
-            f"objective {objective.name!r}: {error}. It is given {', '.join(objective.outputs)}: whatever else its loss reads "
-            "must be named, in outputs, or in reads= of a WeightedCrossEntropy"
-        ) from error
+        raise ConfigError(f"objective {objective.name!r}: {error}. {_describe_outputs(objective)}") from error
     found = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+    if found == [0] != list(stats.mask.shape):
+        raise ConfigError(
+            f"objective {objective.name!r}: loss returned an empty tensor. {_describe_outputs(objective)}"
+        )
     if found != list(stats.mask.shape):
         raise ConfigError(
             f"objective {objective.name!r}: loss returned {found}, expected one value per token, "
             f"{list(stats.mask.shape)} like the statistics, neither summed nor averaged"
+        )
+    carried = any(getattr(stats, name).requires_grad for name in STATISTICS)
+    if torch.is_grad_enabled() and carried and not losses.requires_grad:
+        named = ", ".join(objective.outputs if objective.gradients is None else objective.gradients)
+        raise ConfigError(
+            f"objective {objective.name!r}: its loss has no gradient, so nothing could train. Of the statistics {named} carry "
+            "one, as its gradients say (None: all of outputs), and the others come detached: name there what the loss "
+            "differentiates, and keep that out of detach() and no_grad()"
         )
     # the trainer waits for the device at this point in any case, to see whether the loss is finite
     if isinstance(objective, WeightedCrossEntropy) and bool(((losses < 0) & (stats.log_prob < 0)).any()):
@@ -215,12 +218,17 @@ def token_losses(objective: Objective, stats: TokenStatistics, context: Objectiv
     return torch.where(stats.mask, losses, losses.new_zeros(()))
 
 
-def check_objective(objective: Any) -> None:
-    """Refuse an objective of one's own that lacks something, or holds what no training could follow.
+def _describe_outputs(objective: Objective) -> str:
+    """What its loss is given, and what it may have read beside that: such a statistic is empty, and fails on its shape."""
+    others = " or ".join(name for name in STATISTICS if name not in objective.outputs)
+    return (
+        f"It is given {', '.join(objective.outputs)}: whatever else its loss reads ({others or 'something'}, perhaps) must be "
+        "named, in outputs, or in reads= of a WeightedCrossEntropy"
+    )
 
-    Raises:
-        ConfigError: naming what was found, and what is expected there.
-    """
+
+def check_objective(objective: Any) -> None:
+    """Refuse (ConfigError) an objective of one's own that lacks something, or holds what no training could follow."""
     needed = ("name", "k", "requires", "outputs", "gradients", "settings", "loss")
     if isinstance(objective, type):
         raise ConfigError(

@@ -60,11 +60,7 @@ class EntropyKLSelective(DataclassSettings):
         check_fields(self)
 
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
-        """The loss per token, shaped like the statistics.
-
-        Raises:
-            ConfigError: for statistics without a KL to a reference.
-        """
+        """The loss per token, shaped like the statistics; a ConfigError where these have no KL to a reference."""
         require(self, stats, context or ObjectiveContext())
         assert stats.kl is not None
         learned, high_entropy, high_kl = within_batch(self.over_batch, stats, context).batch
@@ -119,11 +115,7 @@ class Forgetting(DataclassSettings):
         return (self.t_max - self.t_min) * context.progress if self.schedule == "linear" else self.t_max
 
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
-        """The loss per token, shaped like the statistics: negative on tokens to forget.
-
-        Raises:
-            ConfigError: for a context without a keep_mask.
-        """
+        """The loss per token, shaped like the statistics, negative on tokens to forget; a ConfigError without a keep_mask."""
         context = context or ObjectiveContext()
         require(self, stats, context)
         learned, unlearned = within_batch(self.over_batch, stats, context).batch

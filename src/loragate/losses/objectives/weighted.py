@@ -42,13 +42,7 @@ def profit(threshold: float = 0.1) -> WeightedCrossEntropy:
 
 
 def eaft(k: int = 20, power: float = 1.0, normalizer: float | None = None) -> WeightedCrossEntropy:
-    """EAFT, w = (top-k entropy / normaliser)^power.
-
-    Args:
-        k: support of the entropy, 20.
-        power: exponent, 1.
-        normalizer: None divides by log k; 3.0 reproduces the released code (0.14 % smaller weights).
-    """
+    """EAFT, w = (top-k entropy / normaliser)^power; None divides by log k, 3.0 is the released code's (0.14 % smaller weights)."""
     support_size(k, 1 << 30)
     if k == 0:
         raise ConfigError("EAFT's k is a number of tokens, at least 2; its authors use 20")
@@ -71,7 +65,8 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
 
     Args:
         tau: "median" takes the median over the batch (all rows of the optimiser step, on all processes) of the
-            per-sequence mean loss, anew at each step. A number fixes it, and saves the pass that measures the losses.
+            per-sequence mean loss, anew at each step; of an even number of sequences the lower of the middle two, as torch's
+            median is. A number fixes it, and saves the pass that measures the losses.
         floor: smallest weight. Both defaults rest on third-party evidence; the paper states neither.
     """
     validate(_TAU, tau, "TALR's tau")
@@ -94,7 +89,7 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
 def median_sequence_loss(
     parts: Sequence[tuple[TokenStatistics, ObjectiveContext]], gather: Gather
 ) -> list[torch.Tensor]:
-    """Median over the batch's sequences of the mean token loss, a scalar of at least 1e-6; the same for every part."""
+    """Lower median over the batch's sequences of the mean token loss, a scalar of at least 1e-6; the same for every part."""
     means = gather(torch.cat([sequence_losses(stats, context) for stats, context in parts]))
     # with a NaN in the median every row's loss would be one, and the message could not name the row at fault
     median = means.nanmedian().clamp(min=1e-6) if means.numel() else means.new_ones(())

@@ -7,6 +7,7 @@ plugin takes, and in llama-server's `lora` list.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -82,7 +83,7 @@ class Endpoint:
         strengths = () if self._strength_method == "none" else STRENGTHS
         self.scales_all_modules = self._strength_method == "lora"  # as llama.cpp does it
         self.targets = [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
-        self._detect_request_format(probe)
+        self._form = self._detect_request_format(probe)
 
     def complete(
         self,
@@ -176,14 +177,19 @@ class Endpoint:
         self, settings: VerifySettings, files: Sequence[Mapping[str, Any]], others: Sequence[str]
     ) -> dict[str, str]:
         """{name of a target: the id of the adapter in llama-server's list}; "" for the base."""
-        stems = {PurePath(str(one.get("path"))).stem: str(one.get("id")) for one in files}
-        known = ", ".join(f"{stem} (id {index})" for stem, index in stems.items())
-        own = settings.served_adapter or (next(iter(stems)) if len(stems) == 1 else PurePath(settings.adapter).name)
+        listed = [(str(one.get("id")), PurePath(str(one.get("path")))) for one in files]
+        known = ", ".join(f"{path} (id {index})" for index, path in listed)
+        own = settings.served_adapter or (listed[0][0] if len(listed) == 1 else PurePath(settings.adapter).name)
         found: dict[str, str] = {BASE: ""}
-        for name, stem, flag in [(ADAPTER, own, "--served-adapter"), *((one, one, "--adapters") for one in others)]:
-            if stem not in stems and stem not in stems.values():
-                raise ConfigError(f"{self.url} has no LoRA file called {stem}, it has {known}; name it with {flag}")
-            found[name] = stems.get(stem, stem)
+        for name, asked, flag in [(ADAPTER, own, "--served-adapter"), *((one, one, "--adapters") for one in others)]:
+            # files of one name are usual: each export of loragate is called alike
+            meant = [index for index, path in listed if asked in (index, path.stem, str(path))]
+            if len(meant) != 1:
+                number = "several LoRA files" if meant else "no LoRA file"
+                raise ConfigError(
+                    f"{self.url} has {number} called {asked}, it has {known}; name one by its id with {flag}"
+                )
+            found[name] = meant[0]
         return found
 
     def _model(self, target: Target) -> str:
@@ -205,18 +211,18 @@ class Endpoint:
             return {"vllm_xargs": {"lora_scale": target.strength}}
         return {}
 
-    def _detect_request_format(self, probe: Prompt) -> None:
-        """Go on with the first of `REQUEST_FORMATS` that the server takes, without what it passes over."""
+    def _detect_request_format(self, probe: Prompt) -> RequestFormat:
+        """The first of `REQUEST_FORMATS` that the server takes, without what it passes over."""
+        said = ""
         for form in REQUEST_FORMATS:
             self._form = form
             try:
                 answer = self.complete(Target(ADAPTER), probe, 2, with_prompt_logprobs=True)
-            except LoragateError:
-                if form is REQUEST_FORMATS[-1]:
-                    raise
+            except LoragateError as error:
+                said = str(error)
                 continue
-            self._form = RequestFormat(form.ids, form.echo and bool(answer.prompt_logprobs))
-            return
+            return RequestFormat(form.ids, form.echo and bool(answer.prompt_logprobs))
+        raise LoragateError(said)
 
     def _answer(self, reply: Mapping[str, Any], prompt: Prompt, tokens: int) -> Answer:
         choice = (reply.get("choices") or [{}])[0]
@@ -266,7 +272,7 @@ class Endpoint:
             said = excerpt(error.read().decode(errors="replace"), 300)
             hint = f"; give its key in the environment variable {KEY}" if error.code in (401, 403) else ""
             raise LoragateError(f"{self.url}{path} answered with status {error.code}: {said}{hint}") from error
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise LoragateError(f"{self.url}{path} does not answer ({error}); is the server running?") from error
         except ValueError as error:
             raise LoragateError(
