@@ -15,6 +15,7 @@ from peft import PeftModel
 from loragate.analysis.rows import ClassEntropy, Interval
 from loragate.data import Collator, encode_rows
 from loragate.doctor import learned as learned_by
+from loragate.doctor.answers import end_probability
 from loragate.doctor.exam_context import ExamContext, ExamSettings, Losses
 from loragate.doctor.learned import SCALES, examine_learned
 from loragate.doctor.record import Effect, Measures, Static
@@ -201,8 +202,23 @@ def test_few_or_no_examples_give_no_verdict(folder, tmp_path):
     assert examined(place, tmp_path, None)[1:3] == (None, [])
 
 
+def test_examples_that_repeat_are_one_example(folder, tmp_path):
+    place = with_alpha(folder / "adapter", tmp_path, 8)
+    exam, learned, codes, _, heard = examined(place, tmp_path, shifted(1) * 4)
+    assert (learned.rows, learned.adapter.low, codes) == (4, None, [])
+    assert heard[0].startswith("1 different example: too few")
+    assert end_probability(exam, exam.rows) is None
+    (exam, learned, *_), (_, twice, *_) = (examined(place, tmp_path, shifted(6) * times) for times in (1, 2))
+    assert (twice.rows, twice.adapter.low) == (12, pytest.approx(learned.adapter.low))
+    assert twice.gain.high == pytest.approx(learned.gain.high)
+    # what a resumed examination reads back as well
+    resumed = replace(exam, _losses={})
+    again = resumed.cached_losses("examples", "1", resumed.acting("adapter"))
+    assert again.mean() == learned.adapter
+
+
 def test_differences_are_paired():
     tokens = np.array([4.0, 6.0, 5.0])
-    easy = Losses(np.array([4.0, 60.0, 1.0]), tokens)
-    found = easy.paired_difference(Losses(easy.sums - 0.5 * tokens, tokens))
+    easy = Losses(np.array([4.0, 60.0, 1.0]), tokens, np.arange(3))
+    found = easy.paired_difference(replace(easy, sums=easy.sums - 0.5 * tokens))
     assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))

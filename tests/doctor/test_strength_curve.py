@@ -1,5 +1,7 @@
 """The strength curve."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -72,7 +74,7 @@ def losses(*means):
     """Rows of ten tokens that differ a little, of these mean losses by strength."""
     spread = np.linspace(-1, 1, 40)
     return {
-        f"{scale:g}": Losses(10 * (mean + 0.01 * spread * scale), np.full(40, 10.0))
+        f"{scale:g}": Losses(10 * (mean + 0.01 * spread * scale), np.full(40, 10.0), np.arange(40))
         for scale, mean in zip(STRENGTHS, means, strict=True)
     }
 
@@ -132,7 +134,7 @@ def test_an_adapter_that_takes_nothing_gives_nothing_back(exam, monkeypatch):
             return found
         scale = 0.0 if label == "base" else float(label) if label[0].isdigit() else 1.0
         spread = 1 + 0.1 * np.linspace(-1, 1, len(found.sums))
-        return Losses(found.tokens * (2 - 0.01 * scale * spread), found.tokens)
+        return replace(found, sums=found.tokens * (2 - 0.01 * scale * spread))
 
     monkeypatch.setattr(ExamContext, "cached_losses", likelier)
     monkeypatch.setattr(strength, "_choose_strengths", lambda *_: ("0.5", None))

@@ -59,7 +59,9 @@ def answer_rows(
 def distinct(rows: Sequence[Row]) -> np.ndarray:
     """For each row the number of its text, in order of first appearance: rows that repeat are one in intervals, [N]."""
     seen: dict[tuple[tuple[int, ...], ...], int] = {}
-    return np.array([seen.setdefault((tuple(row["input_ids"]), tuple(row["labels"])), len(seen)) for row in rows])
+    return np.array(
+        [seen.setdefault((tuple(row["input_ids"]), tuple(row["labels"])), len(seen)) for row in rows], np.int64
+    )
 
 
 class Reader:

@@ -60,7 +60,12 @@ class CalibrateOptions(AdapterOptions):
 def run(options: CalibrateOptions) -> int:
     """Refuse what cannot work, start further processes where they are asked for, choose, and say what to use."""
     require_files(options)
-    trials = trials_from_options(options)
+    from loragate.selection.calibrate import parse_trials, require_evidence
+
+    trials = parse_trials(options.ranges, options)
+    require_evidence(trials, options.dev_data, options.skip_selection)
+    if not options.skip_selection:
+        require_one_process(options.processes)
     settings = extract_settings(options, GateTrainingSettings)
     if (status := relaunch_if_requested(settings, options, options, sampling=not options.skip_selection)) is not None:
         return status
@@ -81,17 +86,6 @@ def run(options: CalibrateOptions) -> int:
     out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
     out.print(format_next_command(folder, f"runs/{folder.name}", options.dev_task))
     return 0
-
-
-def trials_from_options(options: CalibrateOptions) -> tuple[Trial, ...]:
-    """The trials that were typed."""
-    from loragate.selection.calibrate import parse_trials, require_evidence
-
-    trials = parse_trials(options.ranges, options)
-    require_evidence(trials, options.dev_data, options.skip_selection)
-    if not options.skip_selection:
-        require_one_process(options.processes)
-    return trials
 
 
 def run_selection(

@@ -86,8 +86,7 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
     if note := request.sampling_note(prepared, loaded):
         out.print(note)
     rows = ", ".join(variant.label for variant in evaluation.variants)
-    start_evaluation(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
-    record = run_evaluation(evaluation, out, display)
+    record = run_evaluation(options, evaluation, out, display, f"rows: {rows}; ")
     print_results(out, request.out / "results", record)
     out.print(next_line(request.out, record))
     return 0
@@ -106,9 +105,7 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
         loaded.stop_token_ids = cells.stop_token_ids
     with display.job("reading the questions"):
         evaluation = cells.evaluation(loaded)
-    count = f"{len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
-    start_evaluation(resolved_options, evaluation, out, count)
-    record = run_evaluation(evaluation, out, display)
+    record = run_evaluation(resolved_options, evaluation, out, display, f"{len(cells.trials)} cells, ")
     folder, plain = cells.request.out, record.to_json()
     write_text(folder / "results.md", score_markdown(plain))
     out.print(advice_of(plain)[-1])
@@ -119,18 +116,19 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
     return 0
 
 
-def start_evaluation(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows: str) -> None:
-    """Say what a reader should know, write down what is being run, and say which rows come."""
+def run_evaluation(
+    options: EvaluationInputs, evaluation: Evaluation, out: Console, display: Display, rows: str = ""
+) -> EvaluationRecord:
+    """Say what a reader should know and which `rows` come, write down what is being run, sample and judge behind one bar.
+
+    Ctrl-C says how to go on.
+    """
     for warning in evaluation.warnings:
         out.print(f"warning: {warning}")
     out.print(describe_canary(evaluation.canary))
     evaluation.begin(options.resume)
     write_text(evaluation.folder / "config.yaml", resolved_yaml(options))
-    out.print(rows)
-
-
-def run_evaluation(evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
-    """Sample and judge behind one bar; Ctrl-C says how to go on."""
+    out.print(f"{rows}{evaluation.sample_count:,} answers to sample")
     try:
         with display.job("sampling and grading") as job:
             return evaluation.run(make_progress_reporter(job, evaluation.sample_count))
@@ -193,8 +191,7 @@ class TerminalContext(DiagnosticContext):
         return load_inputs(replace(self.options, base=base), model, engine)
 
     def score(self, evaluation: Evaluation) -> EvaluationRecord:
-        start_evaluation(self.options, evaluation, self.out, f"{evaluation.sample_count:,} answers to sample")
-        record = run_evaluation(evaluation, self.out, self.display)
+        record = run_evaluation(self.options, evaluation, self.out, self.display)
         print_results(self.out, self.folder / "results", record)
         return record
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loragate.analysis.rows import Interval, Row, bootstrap_ratio
+from loragate.analysis.rows import Interval, Row, bootstrap_ratio, distinct
 from loragate.display import pluralize
 from loragate.doctor.exam_context import ExamContext, Losses, Prompt, low_end, share_right
 from loragate.doctor.record import Answering, AnswerPair, Answers
@@ -183,19 +183,19 @@ def _percent(found: Interval | Estimate | Difference) -> str:
 
 @torch.no_grad()
 def end_probability(exam: ExamContext, rows: Sequence[Row]) -> Interval | None:
-    """Mean probability of all tokens that end an answer, where rows have one of them; None where fewer than two rows have.
+    """Mean probability of all tokens that end an answer, where rows have one of them; None where fewer than two texts have.
 
     Of whatever acts on the model at the moment.
     """
     ends = sorted(exam.loaded.endings.token_ids)
-    sums, counts = np.zeros(len(rows)), np.zeros(len(rows))
+    sums, counts, texts = np.zeros(len(rows)), np.zeros(len(rows)), distinct(rows)
     for batch, rows_T, ids_T in exam.reader.batches(rows, exam.settings.batch_size):
         at = np.isin(ids_T, ends).nonzero()[0]
         if len(at):
             states = exam.reader.states(batch)
             chosen = exam.reader.logits(states[torch.as_tensor(at, device=states.device)]).softmax(-1)[:, ends].sum(-1)
-            sums += np.bincount(rows_T[at], chosen.double().cpu().numpy(), minlength=len(rows))
-            counts += np.bincount(rows_T[at], minlength=len(rows))
+            sums += np.bincount(texts[rows_T[at]], chosen.double().cpu().numpy(), minlength=len(rows))
+            counts += np.bincount(texts[rows_T[at]], minlength=len(rows))
     return bootstrap_ratio(sums, counts) if (counts > 0).sum() > 1 else None
 
 
@@ -204,12 +204,11 @@ def _check_stopping(
 ) -> list[Finding]:
     """`never-stops`: the end of its own examples is not learned, or answers that the base ends run on and on."""
     limit, count = exam.settings.max_new_tokens, len(adapter)
-    cut = sum(one.is_truncated for one in adapter)
+    cuts = [one.is_truncated for one in adapter]
+    cut = sum(cuts)
     before = None if base is None else [one.is_truncated for one in base]
     evidence = {"prompts": count, "cut": cut, "limit": limit, **({} if before is None else {"base_cut": sum(before)})}
-    found = (
-        f"{_format_counts([one.is_truncated for one in adapter], before)} met the limit of {pluralize(limit, 'token')}"
-    )
+    found = f"{_format_counts(cuts, before)} met the limit of {pluralize(limit, 'token')}"
     remedy = (
         "train it with the end of the turn among the labels: each response ends as the chat template ends it, and padding is "
         "another token than the end. Until then set a limit of tokens, or a stop text"
@@ -305,15 +304,19 @@ def _check_empty_answers(adapter: Sequence[AnswerTraits], base: Sequence[AnswerT
 # ---- thoughts and languages
 
 
+def _lost_share(lost: Sequence[bool]) -> float | None:
+    """The share that is lost of what the base does; None where that is not clearly more than `LOST`, or too few to say."""
+    share = _bootstrap_mean(lost) if len(lost) >= LEAST else None
+    return None if share is None or low_end(share) <= LOST else share.mean
+
+
 def _thoughts(adapter: Sequence[AnswerTraits], base: Sequence[AnswerTraits]) -> list[Finding]:
     lost = [not one.has_reasoning for one, before in zip(adapter, base, strict=True) if before.has_reasoning]
-    share = _bootstrap_mean(lost) if len(lost) >= LEAST else None
-    if share is None or low_end(share) <= LOST:
+    if _lost_share(lost) is None:
         return []
     message = (
-        f"The base thinks before it answers {len(lost)} of {pluralize(len(base), 'prompt')}; the "
-        f"adapter leaves them out of {sum(lost)} "
-        "of these"
+        f"The base thinks before it answers {len(lost)} of {pluralize(len(base), 'prompt')}; the adapter leaves them out of "
+        f"{sum(lost)} of these"
     )
     remedy = (
         "if thinking is wanted, train on responses with their block of thoughts, which the base can write; if not, switch it off "
@@ -331,9 +334,9 @@ def _languages(adapter: Sequence[AnswerTraits], base: Sequence[AnswerTraits]) ->
             for one, before in zip(adapter, base, strict=True)
             if before.is_expected_language and (one.prompt.kind == "language") == foreign
         ]
-        share = _bootstrap_mean([one.is_wrong_language for one in both]) if len(both) >= LEAST else None
-        if share is not None and low_end(share) > LOST and (worst is None or share.mean > worst[0]):
-            worst = share.mean, [one for one in both if one.is_wrong_language], len(both)
+        share = _lost_share([one.is_wrong_language for one in both])
+        if share is not None and (worst is None or share > worst[0]):
+            worst = share, [one for one in both if one.is_wrong_language], len(both)
     if worst is None:
         return []
     _, strays, of = worst
@@ -384,15 +387,13 @@ def _check_forgetting(exam: ExamContext, forgetting: dict[str, Interval]) -> lis
     ).mean
     much = low_end(whole) > FORGETS
     message = (
-        f"The base's own answers to {pluralize(len(read), 'everyday prompt')} lose {whole.mean:.2f} "
-        f"nats per token{whole.ends()} under the "
-        f"adapter: on average a token becomes {_times(whole.mean)} times less likely. The base's own uncertainty in them is "
-        f"{entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
+        f"The base's own answers to {pluralize(len(read), 'everyday prompt')} lose {whole.mean:.2f} nats per token{whole.ends()} "
+        f"under the adapter: on average a token becomes {_times(whole.mean)} times less likely. The base's own uncertainty in "
+        f"them is {entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
     )
     remedy = (
         f"see whether half its strength still does its task ({exam.format_rescale_command('0.5')}); in training, fewer steps, a "
-        "lower "
-        "rate, or some general examples among its own"
+        "lower rate, or some general examples among its own"
         if much
         else "an adapter for one task forgets some of the rest by design; less strength gives it back"
     )
@@ -408,9 +409,8 @@ def _retention_finding(kept: dict[str, np.ndarray]) -> list[Finding]:
     if loss.low <= RETENTION_LOSS:
         return []
     message = (
-        f"Of {pluralize(len(kept['0']), 'retention question')} the base answers {_percent(base)} "
-        f"right and the adapter {_percent(adapter)}: "
-        f"it loses {_percent(loss)}"
+        f"Of {pluralize(len(kept['0']), 'retention question')} the base answers {_percent(base)} right and the adapter "
+        f"{_percent(adapter)}: it loses {_percent(loss)}"
     )
     remedy = "use it at less strength where that keeps its own task, or mix such questions into its training"
     return [

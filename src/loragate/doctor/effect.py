@@ -80,9 +80,9 @@ def _not_applied(found: TokenEntropies, source: str) -> list[Finding]:
         Finding(
             "not-applied",
             "error",
-            f"the adapter changes nothing: on {pluralize(tokens, 'token')} ({source}) the model "
-            f"predicts the same with and without it "
-            f"(KL {mean:.1g} nats per token, {found.kl.max():.1g} at the most; one that acts moves predictions by 0.001 or more)",
+            f"the adapter changes nothing: on {pluralize(tokens, 'token')} ({source}) the model predicts the same with and "
+            f"without it (KL {mean:.1g} nats per token, {found.kl.max():.1g} at the most; one that acts moves predictions by "
+            "0.001 or more)",
             "check that training ran and that what it trained was saved: lora_B is 0 in an adapter as it is made, before its "
             "first step",
             {"kl": mean, "largest": float(found.kl.max()), "tokens": tokens},

@@ -13,10 +13,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loragate import records
 from loragate.analysis.context import ReadsModel
-from loragate.analysis.rows import Array, Interval, Row, answer_rows, bootstrap_ratio, no_progress
+from loragate.analysis.rows import Array, Interval, Row, answer_rows, bootstrap_ratio, distinct, no_progress
 from loragate.data import EncodedRows, encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
 from loragate.data.formats import FORMATS, text_of
@@ -119,18 +120,19 @@ def shipped_prompts() -> tuple[Prompt, ...]:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of N rows: nats summed over a row's tokens [N], and tokens [N]."""
+    """Of N rows: nats summed over a row's tokens [N], tokens [N], and the number of its text (`distinct`) [N]."""
 
     sums: Array
     tokens: Array
+    texts: NDArray[np.int64]
 
     def mean(self) -> Interval:
-        """Nats per token, with its interval over rows."""
-        return bootstrap_ratio(self.sums, self.tokens)
+        """Nats per token, with its interval over texts: rows that repeat are drawn together."""
+        return bootstrap_ratio(np.bincount(self.texts, self.sums), np.bincount(self.texts, self.tokens))
 
     def paired_difference(self, other: Losses) -> Interval:
-        """The difference in nats per token on the same rows, paired, with its interval over rows."""
-        return bootstrap_ratio(self.sums - other.sums, self.tokens)
+        """The difference in nats per token on the same rows, paired, with its interval over texts."""
+        return replace(self, sums=self.sums - other.sums).mean()
 
 
 def low_end(interval: Interval) -> float:
@@ -222,16 +224,8 @@ class ExamContext(ReadsModel):
                 else "lora_alpha"
             )
             return f"multiply its {keys} by {strength}, as one λ does not reach {self.unscaled_modules[0]}"
-        command = [
-            "loragate",
-            "export",
-            self.model_source.record_name,
-            "--base",
-            str(self.model_source.base),
-            "--constant",
-            strength,
-        ]
-        return f"{shlex.join(command)} --out OUT writes that adapter"
+        named = shlex.join([self.model_source.record_name, "--base", str(self.model_source.base)])
+        return f"loragate export {named} --constant {strength} --out OUT writes that adapter"
 
     @cached_property
     def examples(self) -> Rows | None:
@@ -273,9 +267,8 @@ class ExamContext(ReadsModel):
         lost = encoded.summary
         if lost.dropped or lost.truncated:
             self.say(
-                f"of {pluralize(lost.rows, 'row')} ({rows.source}) {lost.dropped} not read, as the "
-                f"prompt alone takes {length} tokens, "
-                f"and {lost.truncated} cut there; --max-length (max_length) reads more"
+                f"of {pluralize(lost.rows, 'row')} ({rows.source}) {lost.dropped} not read, as the prompt alone takes {length} "
+                f"tokens, and {lost.truncated} cut there; --max-length (max_length) reads more"
             )
         return encoded
 
@@ -363,7 +356,11 @@ class ExamContext(ReadsModel):
         file = self.folder / "losses.json"
         if not self._losses and file.exists():
             stored = records.read_object(file, "remove the file, and they are read again")
-            self._losses = {key: Losses(*map(np.array, value)) for key, value in stored.items()}
+            texts = {name: distinct(rows) for name, rows in self.scoring_rows.items()}
+            self._losses = {
+                key: Losses(np.array(sums), np.array(tokens), texts[key.partition(" as ")[0]])
+                for key, (sums, tokens) in stored.items()
+            }
         key = f"{text} as {label}"
         if key not in self._losses:
             with acting:
@@ -390,13 +387,9 @@ class ExamContext(ReadsModel):
                 f"the {name} set is not asked: one λ for the whole adapter does not reach {self.unscaled_modules[0]}"
             )
             return {}
-        variants = {
-            "1": ModelVariant("adapter").with_temperature(0),
-            **({"0": ModelVariant("base").with_temperature(0)} if self.has_base else {}),
-        }
-        for value in strengths:
-            if value not in (0, 1):
-                variants[f"{value:g}"] = ModelVariant("adapter", f"λ={value:g}", scale=value).with_temperature(0)
+        variants = {"1": ModelVariant("adapter"), **({"0": ModelVariant("base")} if self.has_base else {})}
+        variants |= {f"{value:g}": ModelVariant.scaled(value) for value in strengths if value not in (0, 1)}
+        variants = {label: variant.with_temperature(0) for label, variant in variants.items()}
         folder, settings = self.folder / name, self.settings.dev if name == "dev" else DevSettings()
         dev = read_dev(self.dev_data if name == "dev" else self.retention_data, settings, name)
         longest = max((sum(label != IGNORE_INDEX for label in row["labels"]) for row in self.rows), default=0)
@@ -441,7 +434,7 @@ class ExamContext(ReadsModel):
             found = self.reader.label_log_probs(batch).double().cpu().numpy()
             sums += np.bincount(rows_T, -found, minlength=len(rows))
             counts += np.bincount(rows_T, minlength=len(rows))
-        return Losses(sums, counts)
+        return Losses(sums, counts, distinct(rows))
 
 
 Part = Callable[[ExamContext], tuple[Any, list[Finding]]]

@@ -31,7 +31,7 @@ WEAKER, STRONGER = ("0.125", "0.0625"), ("4", "8", "16")
 HELDOUT_SECONDS = 20.0
 """For reading held-out questions: beside the answers within ten minutes."""
 FEWEST = 4
-"""Examples; an interval over fewer rows means nothing."""
+"""Examples that differ; an interval over fewer means nothing."""
 MATTERS = 0.05
 """Nats per token: a smaller difference of losses, 5 % in the probability of each token, is worth no warning."""
 SHARE_WEAKER, SHARE_STRONGER = 0.1, 0.5
@@ -89,6 +89,10 @@ class LossCurve:
         """Whether the adapter moves the losses at all; one that does not is not-applied, and has no chance to learn."""
         return self.base is None or bool((self.base.sums != self.losses_by_strength["1"].sums).any())
 
+    def loss(self, strength: str) -> float:
+        """Mean nats per token at a strength."""
+        return self.losses_by_strength[strength].mean().mean
+
     @property
     def gain(self) -> Interval | None:
         """Base minus adapter, nats per token."""
@@ -97,7 +101,7 @@ class LossCurve:
     def best(self, *, above: bool) -> str:
         """The strength of the lowest loss above 1, or between 0 and 1."""
         side = [s for s in self.losses_by_strength if (float(s) > 1 if above else 0 < float(s) < 1)]
-        return min(side, key=lambda s: self.losses_by_strength[s].mean().mean)
+        return min(side, key=self.loss)
 
     def improvement(self, strength: str) -> Interval:
         """Adapter as it is minus adapter at another strength, nats per token."""
@@ -111,11 +115,7 @@ class LossCurve:
     def evidence(self, **more: Any) -> dict[str, Any]:
         """Mean losses, by strength."""
         base = None if self.base is None else self.base.mean().mean
-        return {
-            "base": base,
-            "scales": {s: losses.mean().mean for s, losses in self.losses_by_strength.items()},
-            **more,
-        }
+        return {"base": base, "scales": {s: self.loss(s) for s in self.losses_by_strength}, **more}
 
 
 def examine_learned(exam: ExamContext) -> tuple[Learned | None, list[Finding]]:
@@ -147,8 +147,8 @@ def examine_learned(exam: ExamContext) -> tuple[Learned | None, list[Finding]]:
         heldout=None if heldout is None else heldout[1].mean(),
         heldout_base=None if heldout is None or heldout[0] is None else heldout[0].mean(),
     )
-    if len(curve.rows) < FEWEST:
-        exam.say(f"{pluralize(len(curve.rows), 'example')}: too few to judge the adapter by; {FEWEST} are needed")
+    if (different := len(np.unique(adapter.texts))) < FEWEST:
+        exam.say(f"{pluralize(different, 'different example')}: too few to judge the adapter by; {FEWEST} are needed")
         return learned, []
     return learned, [*_check_strength_and_base(curve), *_check_memorization(curve, heldout)]
 
@@ -205,8 +205,7 @@ def _check_strength_and_base(curve: LossCurve) -> list[Finding]:
                 Finding(
                     "too-strong",
                     "error",
-                    f"{worse}. At {weaker} times its strength it has {curve.losses_by_strength[weaker].mean().mean:.2f}: it acts "
-                    "too strongly",
+                    f"{worse}. At {weaker} times its strength it has {curve.loss(weaker):.2f}: it acts too strongly",
                     _strength_remedy(weaker),
                     {**evidence, "best": weaker},
                 )
@@ -262,14 +261,10 @@ def _other_strength(code: str, curve: LossCurve, strength: str, rows: str) -> Fi
     return Finding(
         code,
         "warning",
-        f"at {strength} times its strength the adapter has a loss of {curve.losses_by_strength[strength].mean().mean:.2f} nats "
-        "per token on its "
-        f"own examples, as it is {curve.losses_by_strength['1'].mean().mean:.2f}: {found.mean:.2f}{found.ends()} better on "
-        f"{rows}, where training "
-        "should have left the best strength at 1",
-        f"train longer or with a higher learning rate; or {_strength_remedy(strength)}"
-        if code == "too-weak"
-        else _strength_remedy(strength),
+        f"at {strength} times its strength the adapter has a loss of {curve.loss(strength):.2f} nats per token on its own "
+        f"examples, as it is {curve.loss('1'):.2f}: {found.mean:.2f}{found.ends()} better on {rows}, where training should have "
+        "left the best strength at 1",
+        "train longer or with a higher learning rate; or " * (code == "too-weak") + _strength_remedy(strength),
         curve.evidence(best=strength, better=found.mean, low=found.low, high=found.high),
     )
 
@@ -277,9 +272,8 @@ def _other_strength(code: str, curve: LossCurve, strength: str, rows: str) -> Fi
 def _base_remedy(exam: ExamContext) -> str:
     return (
         f"check that {exam.model_source.base.name} is the very model that it was trained on (the same version and fine-tune, not "
-        "only "
-        "the same shape; name another with --base), and that these examples, in this chat template, are what it was trained on "
-        "by imitation: preference tuning (DPO, GRPO) need not make its chosen answers likelier"
+        "only the same shape; name another with --base), and that these examples, in this chat template, are what it was "
+        "trained on by imitation: preference tuning (DPO, GRPO) need not make its chosen answers likelier"
     )
 
 
@@ -322,9 +316,9 @@ def _check_memorization(curve: LossCurve, heldout: tuple[Losses | None, Losses] 
             Finding(
                 "memorised",
                 "note",
-                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are "
-                f"left on {pluralize(rows, 'example')}: "
-                f"the answers ({whole:.0f} nats each for the base) follow from their questions, or they were learnt by heart",
+                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are left on "
+                f"{pluralize(rows, 'example')}: the answers ({whole:.0f} nats each for the base) "
+                "follow from their questions, or they were learnt by heart",
                 f"give other questions of the same kind with answers (--dev-data) to know; if by heart, {remedy}",
                 {**evidence, "answer": whole},
             )

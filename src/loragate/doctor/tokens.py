@@ -68,6 +68,7 @@ def examine_tokens(
         base: Any = open_tokenizer(replace(place, kind="base"), loading)
     except Exception:  # tokenizers and transformers raise anything for files that are not theirs
         base = None
+    remedy = "copy the tokenizer of its training, or the base's, there"
     try:
         tokenizer: Any = open_tokenizer(place, loading) if own is not None or base is None else base
     except Exception as error:
@@ -77,17 +78,12 @@ def examine_tokens(
             return {}, [Finding("tokenizer-unreadable", "note", message, "put the tokenizer into the adapter's folder")]
         # every program that takes the adapter's own tokenizer fails as well
         message = f"{place.tokenizer}: the adapter's own tokenizer cannot be read ({_said(error)})"
-        remedy = "copy the tokenizer of its training, or the base's, there"
         return {}, [Finding("tokenizer-unreadable", "error", message, remedy)]
     try:
         return _compare_tokenizers(tokenizer, base if own is not None else None, place, loading, embeddings)
     except Exception as error:  # what stands in a tokenizer's files is mostly used when it first reads a text
         message = f"{place.tokenizer}: the tokenizer fails at a text ({_said(error)})"
-        return {}, [
-            Finding(
-                "tokenizer-unreadable", "error", message, "copy the tokenizer of its training, or the base's, there"
-            )
-        ]
+        return {}, [Finding("tokenizer-unreadable", "error", message, remedy)]
 
 
 def _compare_tokenizers(
@@ -161,8 +157,7 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
                 "tokenizer-differs",
                 "warning",
                 f"{where} has the base's tokens and splits text in another way: {excerpt(text)} is "
-                f"{pluralize(len(one), 'token')}, and "
-                f"{len(other)} with the base's",
+                f"{pluralize(len(one), 'token')}, and {len(other)} with the base's",
                 "use the tokenizer of its training with the adapter, in every program",
                 {
                     **evidence,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,19 +180,19 @@ def write_recommended(run: SelectionRun, record: SelectionRecord, out: Path) -> 
     if trial is not None:
         copy_artifact(run.gated[trial], out, record.to_json(), temperature)
         attach_trained(context, trial, run.gated[trial])
-        variant = ModelVariant("gated", run.trial_label(trial), gates=str(out)).with_temperature(temperature)
-        return Calibrated(out, variant, evidence_of(out))
-    scale = 0.0 if chosen.weights == "base" else 1.0 if chosen.scale is None else chosen.scale
-    if scale == 1:
-        attach_trained(context, run.trials[0], None)
+        variant = ModelVariant("gated", run.trial_label(trial), gates=str(out))
     else:
-        attach_constant(context.model, scale, chosen.part)
-    save_artifact(context, out, {"selection": record.to_json()}, context.settings.k, temperature)
-    if chosen.weights == "scale":
-        return Calibrated(out, ModelVariant.scaled(scale, chosen.part).with_temperature(temperature), evidence_of(out))
-    return Calibrated(
-        out, ModelVariant("base" if scale == 0 else "adapter").with_temperature(temperature), evidence_of(out)
-    )
+        scale = 0.0 if chosen.weights == "base" else 1.0 if chosen.scale is None else chosen.scale
+        if scale == 1:
+            attach_trained(context, run.trials[0], None)
+        else:
+            attach_constant(context.model, scale, chosen.part)
+        save_artifact(context, out, {"selection": record.to_json()}, context.settings.k, temperature)
+        plain = ModelVariant("base" if scale == 0 else "adapter")
+        variant = ModelVariant.scaled(scale, chosen.part) if chosen.weights == "scale" else plain
+    kept = read_gate_config(out)
+    evidence = {key: kept[key] for key in EVIDENCE if kept.get(key)}
+    return Calibrated(out, variant.with_temperature(temperature), evidence)
 
 
 def parse_trials(ranges: str, settings: GateTrainingSettings) -> tuple[Trial, ...]:
@@ -237,18 +238,8 @@ def train_without_selection(
     """Train one range and write it without evidence; on several processes only the main one writes."""
     require_no_artifact(out, context.origin.get("adapter_source"))
     count_gateable_modules(context, [trial])
-
-    def on_step(done: int, total: int, entropy: float | None) -> None:
-        on_event("training", trial.cell, done, total, "" if entropy is None else f"entropy {entropy:.3f}")
-
-    evidence = context.fit(trial, out / "run", on_step, resume=resume)
+    evidence = context.fit(trial, out / "run", partial(on_event, "training", trial.cell), resume=resume)
     evidence["selection"] = {"range": [trial.range.lower, trial.range.upper], "reason": SKIPPED}
     if process_state().is_main_process:
         save_artifact(context, out, evidence)
     return Calibrated(out, ModelVariant("gated", trial.cell, gates=str(out)), evidence)
-
-
-def evidence_of(folder: Path) -> dict[str, Any]:
-    """The evidence that an artifact holds."""
-    record = read_gate_config(folder)
-    return {key: record[key] for key in EVIDENCE if record.get(key)}

@@ -52,13 +52,7 @@ ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
 PROMPTS = ("prompt", "question", "problem", "instruction", "query")
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*ANSWER_GRADERS, "tiny")
-ASKED = (
-    *CONTEXT,
-    *CHOICES,
-    "history",
-    "tools",
-    *MEDIA,
-)
+ASKED = (*CONTEXT, *CHOICES, "history", "tools", *MEDIA)
 """Columns that are part of a question, which is the prompt column alone."""
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
 PLACEHOLDERS = frozenset(
@@ -189,11 +183,13 @@ def read_dev(
         less = "".join(f"; left out: {count} also among {what}" for what, count in dropped.items())
         raise DataError(
             f"the {name} set {source} has {pluralize(len(questions), 'different question')}; fewer "
-            f"than {MIN_QUESTIONS} cannot tell variants "
-            f"apart, so nothing would be chosen on them{less}"
+            f"than {MIN_QUESTIONS} cannot tell variants apart, so nothing would be chosen on them{less}"
         )
-    if why := _why_never_right(task, questions):
-        raise DataError(why)
+    for question in questions if task.grader == "tiny" else ():
+        if missing := [column for column in TINY_COLUMNS if column not in question.row]:
+            raise DataError(
+                f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
+            )
     warnings += _warn_of_placeholders(questions, source, name)
     warnings += check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox))
     found = replace(found, questions=questions, source=source, warnings=(*found.warnings, *warnings))
@@ -348,15 +344,6 @@ def _deduplicate(questions: Sequence[Question]) -> list[Question]:
     return list(first.values())
 
 
-def _why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
-    """Why no answer to a question could be found right; None where there is nothing in the way."""
-    for question in questions:
-        missing = [name for name in TINY_COLUMNS if task.grader == "tiny" and name not in question.row]
-        if missing:
-            return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
-    return None
-
-
 def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str) -> list[str]:
     """A warning for right answers that only say that there is none; a DataError where all do."""
     empty = [question for question in questions if question.gold.strip().casefold() in PLACEHOLDERS]
@@ -369,9 +356,8 @@ def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str)
             f"{lines}: all answers of the {name} set {source} are placeholders ({golds}); write the right ones"
         )
     return [
-        f"{len(empty)} of {pluralize(len(questions), 'right answer')} look like placeholders "
-        f"({golds}): {lines}; unless that is what should "
-        "be answered, write the right answer there, or remove these questions"
+        f"{len(empty)} of {pluralize(len(questions), 'right answer')} look like placeholders ({golds}): {lines}; unless that is "
+        "what should be answered, write the right answer there, or remove these questions"
     ]
 
 
@@ -459,10 +445,9 @@ def _overlap(shared: Mapping[str, Sequence[str]], what: str, name: str, count: i
         lines.append(f"and {len(shared) - SHARED} more")
     return "\n".join(
         [
-            f"{next(iter(shared))}: {len(shared)} of {pluralize(count, f'{name} question')} are "
-            f"also among {what}; a choice made on questions "
-            "that were trained on, or that the result is reported on, means nothing. Take other questions, or leave these out of "
-            f"the {name} set with --drop-overlap (drop_overlap=True):",
+            f"{next(iter(shared))}: {len(shared)} of {pluralize(count, f'{name} question')} are also among {what}; a choice "
+            "made on questions that were trained on, or that the result is reported on, means nothing. Take other questions, "
+            f"or leave these out of the {name} set with --drop-overlap (drop_overlap=True):",
             *lines,
         ]
     )

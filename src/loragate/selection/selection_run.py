@@ -222,14 +222,11 @@ class SelectionRun:
         run = RunFolder(self.folder)
         with run.locked():
             run.begin(self.identity, resume=resume, hints=template_hints(self.context.tokenizer))
-            self.announce()
+            # how much there is to do in all, and how much of it is done
+            self.report_progress("training", "")
+            if self.dev is not None:
+                self.report_progress("evaluating", "")
             yield
-
-    def announce(self) -> None:
-        """Report how much there is to do in all, and how much of it is done."""
-        self.report_progress("training", "")
-        if self.dev is not None:
-            self.report_progress("evaluating", "")
 
     def report_progress(self, stage: str, what: str, done: int = 0, note: str = "") -> None:
         """Report that `done` steps or answers of a trial or variant are done."""
@@ -272,13 +269,8 @@ class SelectionRun:
 
     def make_step_callback(self, trial: Trial) -> OnStep:
         """Reports the steps of a trial's training."""
-
-        def on_step(done: int, total: int, entropy: float | None) -> None:
-            self.report_progress(
-                "training", self.trial_label(trial), done, "" if entropy is None else f"entropy {entropy:.3f}"
-            )
-
-        return on_step
+        what = self.trial_label(trial)
+        return lambda done, total, note: self.report_progress("training", what, done, note)
 
     def run_trial(self, trial: Trial) -> None:
         """Train a trial, and draw its greedy answers to the dev set; what is on file is only looked up.
@@ -402,8 +394,7 @@ class SelectionRun:
                 return chosen, vetoed, retained
             vetoed[chosen.label] = (
                 f"loses {format_points(-lost.mean).lstrip('+')} points on the retention set (95 % interval "
-                f"{format_points(lost.low)} to "
-                f"{format_points(lost.high)})"
+                f"{format_points(lost.low)} to {format_points(lost.high)})"
             )
 
     def _record(

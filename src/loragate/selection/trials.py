@@ -43,8 +43,8 @@ from loragate.validate import Seed, validate
 
 GATED, RUN, FAILED = "gated", "run", "failed.json"
 WAIT_S = 60.0  # for a worker that died to let go of a trial
-OnStep = Callable[[int, int, float | None], None]
-"""Called with (step, number of steps, entropy)."""
+OnStep = Callable[[int, int, str], None]
+"""Called with (step, number of steps, note): the entropy in words."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class TrialContext:
             nonlocal entropy
             entropy = step.values.get("topk_entropy", entropy)
             if on_step is not None:
-                on_step(step.step, step.total, entropy)
+                on_step(step.step, step.total, "" if entropy is None else f"entropy {entropy:.3f}")
 
         examples, encoded = self.encoded(trial.seed)
         result = train_gates(

@@ -76,9 +76,11 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
             command = server_command(source.base.name, folders, host=settings.host, port=port, max_lora_rank=rank)
             command += vllm_arguments(settings, system, source, adapters, tokenizer, Path(scratch))
             # without --vllm-args, which may hold keys
-            out.print("starting vLLM: " + shlex.join(command) + " …" * bool(settings.vllm_args), markup=False)
+            out.print("starting vLLM: " + shlex.join(command) + " …" * bool(settings.vllm_args))
             print_sampling(adapters)
-            print_unreached(adapters)
+            for name, adapter in adapters.items():
+                if adapter.needs_lambda and (note := unreached_note(adapter)):
+                    out.print(f"{name}: {note}")
             command += shlex.split(settings.vllm_args)
             environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
             if settings.dynamic:
@@ -87,14 +89,14 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
             began, process = time.monotonic(), subprocess.Popen(command, env=environment, start_new_session=True)
             try:
                 wait_until_healthy(process, url)
-                out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
+                out.print(f"ready after {time.monotonic() - began:.0f} s")
                 print(f"to check it: loragate verify {shlex.quote(settings.model)} --endpoint {url}/v1\n")
                 print_clients(url, ["base", *adapters], chat=tokenizer.chat_template is not None)
                 status = process.wait()
             finally:
                 stop(process)
     except KeyboardInterrupt:
-        out.print("stopped", markup=False)
+        out.print("stopped")
         return 0
     # nobody asked it to: vLLM ends with status 0 when one of its processes was killed
     print(f"loragate: vLLM ended by itself, with status {status}; its log above says why", file=sys.stderr)
@@ -140,7 +142,6 @@ def warn_other_base(name: str, adapter: ModelSource, source: ModelSource) -> Non
         console().print(
             f"warning: --adapters {name}: {adapter.ref.name} was made for the base {own}, and is served on {served}; serve it by "
             "itself, or say with --base which base all of them are for",
-            markup=False,
         )
 
 
@@ -223,7 +224,6 @@ def vllm_arguments(
                 console().print(
                     f"warning: --adapters {name}: its chat template is not the one of {source.tokenizer}, by which the server "
                     "renders the conversations of all adapters; send it rendered prompts (/v1/completions), or serve it by itself",
-                    markup=False,
                 )
     return [*found, *stopping_arguments(tokenizer, source, adapters, scratch, settings.trust_remote_code, tokenizers)]
 
@@ -315,7 +315,6 @@ def stopping_arguments(
         console().print(
             f"note: the chat template ends a turn with the plain text {endings.texts[0]!r}, at which vLLM's server does not "
             "stop by itself; clients give it as stop",
-            markup=False,
         )
     if endings.token_ids <= endings.declared:
         return []
@@ -335,7 +334,6 @@ def further_endings(name: str, own: Any, served: Any, defaults: Any) -> set[int]
         console().print(
             f"warning: --adapters {name}: its answers end with {lost[0]!r}, at which vLLM's server does not stop by itself; "
             "clients give it as stop",
-            markup=False,
         )
     return same
 
@@ -396,18 +394,11 @@ def free_port(host: str, port: int) -> int:
         return int(found.getsockname()[1])
 
 
-def print_unreached(adapters: Mapping[str, ModelSource]) -> None:
-    """Say of each adapter under a λ what it does not reach."""
-    for name, adapter in adapters.items():
-        if adapter.needs_lambda and (note := unreached_note(adapter)):
-            console().print(f"{name}: {note}", markup=False)
-
-
 def print_sampling(adapters: Mapping[str, ModelSource]) -> None:
     """How a request that names no temperature is sampled, for each served folder that recommends something."""
     for name, adapter in adapters.items():
         if note := sampling_note(name, adapter.sampling):
-            console().print(f"{note}; a request may say otherwise", markup=False)
+            console().print(f"{note}; a request may say otherwise")
 
 
 def address(host: str, port: int) -> str:

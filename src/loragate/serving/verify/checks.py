@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from loragate.data import Chat, Endings
+from loragate.data import Endings, prompt_ids
+from loragate.data.chat import active_template
 from loragate.display import pluralize
 from loragate.errors import DataError, LoragateError
 from loragate.evaluation.agreement import LOGPROB_TOLERANCES, ServedAnswer
@@ -116,13 +117,13 @@ class Checks:
 
     def chat_template(self, tokenizer: Any) -> Check:
         """Whether conversations become the token ids that transformers makes of them."""
-        name, plain, kept = "chat template", Chat(tokenizer, "none"), Chat(tokenizer, "keep")
-        if kept.template is None:
+        name = "chat template"
+        if active_template(tokenizer) is None:
             return Check(name, "–", UNMEASURED, note="the tokenizer has no chat template")
         same, asked, notes = 0, 0, []
         for messages in CONVERSATIONS:
             try:
-                expected = [_chat_ids(chat, tokenizer, messages) for chat in (kept, plain)]
+                expected = [prompt_ids(messages, tokenizer, system=system) for system in ("keep", "none")]
             except DataError:
                 continue  # a template that refuses system messages
             asked += 1
@@ -288,11 +289,6 @@ class Checks:
 
 
 NO_LOGPROBS = "the answers carry no log-probs of tokens that can be told; nothing shows which model answered"
-
-
-def _chat_ids(chat: Chat, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    rendered = chat.render(messages, generation_prompt=True)
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def _chat_note(messages: Sequence[Mapping[str, Any]], found: list[int] | int, expected: list[int]) -> str:

@@ -59,32 +59,27 @@ class LlamaCpp:
     ) -> Answer:
         """See `Runtime`; token by token, with the log-probs of all tokens of the vocabulary behind each."""
         try:
-            return self._complete(target, prompt, tokens, forced, with_prompt_logprobs)
+            model, ids = self._model(target), list(prompt.ids)
+            if forced is not None:
+                reply = model.create_completion(ids, max_tokens=tokens, temperature=0.0, logit_bias={forced: BIAS})
+                count = reply["usage"]["completion_tokens"]
+                return Answer((), None, (), reply["choices"][0]["finish_reason"] or "", count)
+            steps: list[Step] = []
+            scores: tuple[float, ...] = ()
+            for token in model.generate(ids, temp=0.0, repeat_penalty=1.0):
+                logprobs_V = _log_softmax(model.scores[model.n_tokens - 1])
+                if not steps and with_prompt_logprobs:
+                    scores = tuple(float(_log_softmax(model.scores[at])[ids[at + 1]]) for at in range(len(ids) - 1))
+                best = np.argsort(logprobs_V)[-TOP:]
+                top = {f"token_id:{index}": float(logprobs_V[index]) for index in best}
+                steps.append(Step(f"token_id:{token}", float(logprobs_V[token]), top))
+                if len(steps) == tokens:
+                    break
         except (RuntimeError, ValueError, IndexError) as error:  # of llama.cpp, and of the library's buffers
             raise LoragateError(
                 f"llama.cpp fails with {self._settings.llama_cpp} on a prompt of "
-                f"{pluralize(len(prompt.ids), 'token')} ({error}); --tokens "
-                "asks for shorter answers"
+                f"{pluralize(len(prompt.ids), 'token')} ({error}); --tokens asks for shorter answers"
             ) from error
-
-    def _complete(
-        self, target: Target, prompt: Prompt, tokens: int, forced: int | None, with_prompt_logprobs: bool
-    ) -> Answer:
-        model, ids = self._model(target), list(prompt.ids)
-        if forced is not None:
-            reply = model.create_completion(ids, max_tokens=tokens, temperature=0.0, logit_bias={forced: BIAS})
-            return Answer((), None, (), reply["choices"][0]["finish_reason"] or "", reply["usage"]["completion_tokens"])
-        steps: list[Step] = []
-        scores: tuple[float, ...] = ()
-        for token in model.generate(ids, temp=0.0, repeat_penalty=1.0):
-            logprobs_V = _log_softmax(model.scores[model.n_tokens - 1])
-            if not steps and with_prompt_logprobs:
-                scores = tuple(float(_log_softmax(model.scores[at])[ids[at + 1]]) for at in range(len(ids) - 1))
-            best = np.argsort(logprobs_V)[-TOP:]
-            top = {f"token_id:{index}": float(logprobs_V[index]) for index in best}
-            steps.append(Step(f"token_id:{token}", float(logprobs_V[token]), top))
-            if len(steps) == tokens:
-                break
         token_ids = tuple(int(step.token.removeprefix("token_id:")) for step in steps)
         return Answer(tuple(steps), token_ids, scores, "length", len(steps))
 

@@ -66,7 +66,7 @@ def _variant(target: Target, loaded: Loaded) -> ModelVariant:
         return ModelVariant(BASE)
     if target.strength is None:
         return ModelVariant(loaded.kind)
-    return ModelVariant(ADAPTER, f"λ={target.strength:g}", scale=target.strength)
+    return ModelVariant.scaled(target.strength)
 
 
 def verify(settings: VerifySettings) -> int:
