@@ -86,9 +86,8 @@ def test_a_run_without_the_variant_names_those_that_it_holds_and_nothing_twice(t
     run = SimpleNamespace(models={"base": "other", "adapter": "a"}, tasks=[task], variants=variants)
     monkeypatch.setattr(room, "open_evaluation", lambda *_: run)
     monkeypatch.setattr(room, "stored_answers", lambda *_, **__: SimpleNamespace(prepared=task))
-    monkeypatch.setattr(
-        DiagnosticContext, "loaded", SimpleNamespace(sources={"base": "b", "adapter": "a", "gated": "g"})
-    )
+    named = {"base": "b", "adapter": "a", "gated": "g"}
+    monkeypatch.setattr(DiagnosticContext, "loaded", SimpleNamespace(sources=named, names=named))
     said = []
     monkeypatch.setattr(DiagnosticContext, "say", lambda self, line: said.append(line))
     context, settings = DiagnosticContext(Request("g", tmp_path, TaskSettings())), DiagnoseSettings(run="run")
