@@ -463,7 +463,8 @@ class StatisticsTrainer(SFTTrainer):
     ) -> Any:
         """The loss of one forward pass; `num_items_in_batch` are the response tokens of the optimiser step, on all processes."""
         inputs, rows, context, reference = self._split_inputs(inputs)
-        logged = (self.state.global_step + 1) % self.state.logging_steps == 0
+        step = self.state.global_step + 1
+        logged = step % self.state.logging_steps == 0 or (step == 1 and self.args.logging_first_step)
         # the recording ends before the backward pass, in which a recomputed layer would be counted again
         gates = self.adapter_name if logged else None
         with nullcontext() if gates is None else record_gates(self.model, gates) as record:
