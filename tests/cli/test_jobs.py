@@ -242,11 +242,12 @@ def test_quickstart(tmp_path, capsys):
     assert "next: loragate generate" in capsys.readouterr().out
     record = read_record(out / "results.json")
     names = [row.label for row in record.results if row.task == "tiny"]
-    assert names[:6] == ["adapter", "base", "adapter T=0.6", "adapter T=0.3", "adapter greedy", names[5]]
-    assert names[5].startswith("adapter λ=")
-    assert names[6:12] == [f"adapter {DFT}", *(f"{acts} {name}" for name, acts in CONTROLS.items())]
-    assert names[12:16] == ["gated", "gated T=0.6", "gated T=0.3", "gated greedy"]
-    assert names[16:] == [f"gated [-3,1] {name}" for name in ("noreverse", "noextrapolate", "unit")]
+    heats = ("T=0.6", "T=0.3", "greedy")
+    assert names[:8] == ["adapter", "base", *(f"{acts} {heat}" for acts in ("adapter", "base") for heat in heats)]
+    assert names[8].startswith("adapter λ=")
+    assert names[9:15] == [f"adapter {DFT}", *(f"{acts} {name}" for name, acts in CONTROLS.items())]
+    assert names[15:19] == ["gated", *(f"gated {heat}" for heat in heats)]
+    assert names[19:] == [f"gated [-3,1] {name}" for name in ("noreverse", "noextrapolate", "unit")]
     assert [row.label for row in record.results if row.task == "tiny_retention"] == names
     assert not any("not run" in line for line in record.warnings)
     selection = json.loads((out / "gated" / "gate_config.json").read_text())["selection"]
