@@ -268,32 +268,45 @@ def test_the_banner_does_not_take_gates_that_the_adapter_beats_at_its_best_tempe
         assert found(adapter, gated).advice == "Use the gates: significantly better than the adapter"
 
 
-def test_nor_is_the_base_or_the_adapter_better_that_the_other_beats_at_its_best_temperature():
-    def found(verdict, adapter, base):
-        best = [{"at_best": {"temperature": 0.0, "score": estimate(one)}} for one in (adapter, base)]
-        return banner(evaluation_record(row("adapter", 0.3, **best[0]), row("base", 0.4, verdict=verdict, **best[1])))
-
-    unsure = "The adapter is not significantly different from its base"
-    said = found("better", 0.6, 0.5)
-    assert said.advice == (
-        f"{unsure}; the base is better at the task's own temperature alone: at the best of each the adapter has 60.0 % and the "
-        "base 50.0 %"
-    )
-    assert said.score.startswith("t: adapter 30.0")
-    assert found("better", 0.6, 0.7).advice.startswith("Use the base without the adapter")
-    close = {"mean": 0.01, "low": -0.02, "high": 0.04, "p": 0.5}
-    best = [{"at_best": {"temperature": 0.0, "score": estimate(one), "comparison": close}} for one in (0.6, 0.61)]
-    rows = [row("adapter", 0.3, at_best=best[0]["at_best"] | {"comparison": None})]
-    for name in ("base", "gated"):
-        said = banner(evaluation_record(*rows, row(name, 0.4, verdict="better", **best[1]))).advice
-        other = "the base" if name == "base" else "the gates"
-        assert said.endswith(f"has 60.0 % and {other} 61.0 %, no significant difference")
-        assert "Use the plain adapter at another temperature" in said or said.startswith(unsure)
-    for base in (0.6, 0.7):
-        assert found("worse", 0.6, base).advice.startswith(
-            f"{unsure}; the adapter is better at the task's own temperature alone"
+def test_what_is_better_at_one_temperature_is_not_where_the_other_has_a_better_one():
+    def found(name, verdict, other, gap=None, heats=(0.0, 0.0)):
+        versus = gap and {"mean": sum(gap) / 2, "low": gap[0], "high": gap[1], "p": 0.5}
+        adapter, own = (
+            {"temperature": heat, "score": estimate(score), "comparison": between}
+            for heat, score, between in zip(heats, (0.6, other), (None, versus), strict=True)
         )
-    assert found("worse", 0.6, 0.5).advice.startswith("Use the adapter")
+        rows = [row("adapter", 0.3, at_best=adapter), row(name, 0.4, verdict=verdict, at_best=own)]
+        return banner(evaluation_record(*rows)).advice
+
+    unsure, alone = "The adapter is not significantly different from its base", "at the task's own temperature alone"
+    base = f"the base is better than the adapter {alone}"
+    adapter = f"the adapter is better than the base {alone}"
+    assert found("base", "better", 0.5) == (
+        f"{unsure}; {base}: at the best of each the adapter has 60.0 % and the base 50.0 %"
+    )
+    assert found("base", "better", 0.5, (-0.2, -0.01)).startswith(
+        f"Use the adapter: it is significantly better than its base; {base}"
+    )
+    assert found("base", "better", 0.7).startswith("Use the base without the adapter")
+    assert found("base", "worse", 0.61, (-0.02, 0.04)).startswith(f"{unsure}; {adapter}")
+    assert found("base", "worse", 0.7, (0.05, 0.2)).startswith("Use the base without the adapter")
+    assert found("base", "worse", 0.5, (-0.2, -0.01)) == "Use the adapter: it is significantly better than its base"
+    close = (-0.02, 0.04)
+    assert found("gated", "better", 0.61, close) == (
+        "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, and at "
+        "the best of each it has 60.0 % and the gates 61.0 %, no significant difference"
+    )
+    assert found("gated", "better", 0.61, close, heats=(1.0, 0.3)).startswith("Use the plain adapter: the gates are")
+    assert (
+        found("gated", "better", 0.61, close, heats=(1.0, 1.0))
+        == "Use the gates: significantly better than the adapter"
+    )
+    for verdict in ("worse", "no difference shown"):
+        assert found("gated", verdict, 0.7, (0.05, 0.2)) == (
+            "Use the gates: significantly better than the adapter; at the best temperature of each: the adapter has 60.0 % and "
+            "the gates 70.0 %"
+        )
+        assert found("gated", verdict, 0.7).startswith("Use the plain adapter")
 
 
 def record_of(tasks, average=()):

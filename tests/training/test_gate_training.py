@@ -74,7 +74,9 @@ def test_entropy_falls_and_only_gates_change(tokenizer):
     assert weights_checksum(model.named_parameters()) == before
     assert (result.steps, result.parameters) == (25, 14 * 33 + 2 * 16)
     first, record = result.history[0], result.history[-2]
-    assert (first["step"], first["gate_mean"]) == (1, pytest.approx(1, abs=1e-3)), "where the gates begin: at the adapter"
+    assert (first["step"], first["gate_mean"]) == (1, pytest.approx(1, abs=1e-3)), (
+        "where the gates begin: at the adapter"
+    )
     shares = {"gate_below_zero", "gate_zero_to_one", "gate_above_one"}
     assert {"loss", "topk_entropy", "grad_norm", "gate_saturated"} | shares <= set(record)
     assert record["loss"] == pytest.approx(record["topk_entropy"], rel=1e-4)

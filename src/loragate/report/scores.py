@@ -271,11 +271,16 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     helped, hurt, unsure = (
         [where for where, said in verdicts.items() if said == verdict] for verdict in ("better", "worse", NOT_SHOWN)
     )
-    # a gain at one temperature is none where the adapter alone is better at another
-    beaten = {
-        where: best for where in helped if (best := _best_of_both(record, where, "gated")) and best.verdict != "better"
+    # a gain at one temperature is none where the adapter alone is as good at another, and the reverse
+    bests = {where: best for where in verdicts if (best := _best_of_both(record, where, "gated"))}
+    beaten = {where: best for where, best in bests.items() if where in helped and best.verdict != "better"}
+    risen = {
+        where: best
+        for where, best in bests.items()
+        if where not in helped and best.compared and best.verdict == "better"
     }
-    helped = [where for where in helped if where not in beaten]
+    helped = [where for where in (*helped, *risen) if where not in beaten]
+    hurt, unsure = ([where for where in places if where not in risen] for places in (hurt, unsure))
     cells = [(where, found) for where, rows, _ in every if (found := _cells(rows))[0]]
     bases = _verdicts(every, "base")
     # the base likewise: better at one temperature is not better where everybody may take the best
@@ -284,7 +289,7 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
         for where, said in bases.items()
         if said != NOT_SHOWN and (best := _best_of_both(record, where, "base")) and best.verdict != said
     }
-    bases |= dict.fromkeys(turned, NOT_SHOWN)
+    bases |= {where: best.verdict if best.compared else NOT_SHOWN for where, (_, best) in turned.items()}
     lost = [where for where, said in bases.items() if said == "better"]
     if cells and not verdicts:
         advice = "; ".join([*(f"On {where}, {_cells_in_words(found)}" for where, found in cells), NO_CHOICE])
@@ -301,8 +306,9 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
         advice += f" on {', '.join(hurt)}" if unsure or beaten else ""
     elif beaten:
         where, best = next(iter(beaten.items()))
+        lead, own = (" at another temperature", "own") if best.elsewhere else ("", "own temperature")
         advice = (
-            "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, "
+            f"Use the plain adapter{lead}: the gates are significantly better than it at the tasks' {own} alone, "
             f"and at the best of each it has {best.said('the gates')}"
         )
         advice += f" on {where}" if len(verdicts) > 1 else ""
@@ -315,11 +321,16 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     if lost and _has_gates(record):
         advice += f"; the base without any adapter is {VERDICTS['better']}"
         advice += f" on {', '.join(lost)}" if len(bases) > len(lost) else ""
+    for where, best in risen.items():
+        on = f"on {where} " if len(verdicts) > 1 else ""
+        advice += f"; {on}at the best temperature of each: the adapter has {best.said('the gates')}"
     for where, (said, best) in turned.items():
-        ahead = "the base" if said == "better" else "the adapter"
+        if _has_gates(record) and "better" not in (said, best.verdict):
+            continue  # of gates; the base is not spoken of
+        ahead = "the base is better than the adapter" if said == "better" else "the adapter is better than the base"
         advice += (
-            f"; {f'on {where} ' if len(bases) > 1 else ''}{ahead} is better at the task's own temperature alone: at the best of "
-            f"each the adapter has {best.said('the base')}"
+            f"; {f'on {where} ' if len(bases) > 1 else ''}{ahead} at the task's own temperature alone: at the best of each the "
+            f"adapter has {best.said('the base')}"
         )
     title, rows, key = next((one for one in every if one[0] in helped[:1]), every[0])
     names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
@@ -366,6 +377,9 @@ class _Best(NamedTuple):
     other: float
     verdict: str
     """On the other model; by the scores alone where no comparison is on record, as of the average of a suite."""
+    compared: bool
+    elsewhere: bool
+    """Whether the adapter's best is not the temperature of the tasks."""
 
     def said(self, other: str) -> str:
         unsure = ", no significant difference" if self.verdict == NOT_SHOWN else ""
@@ -373,24 +387,28 @@ class _Best(NamedTuple):
 
 
 def _best_of_both(record: Record, where: str, other: str) -> _Best | None:
-    """What the adapter and another model score at the best temperature of each; None where one alone was asked.
+    """What the adapter and another model score at the best temperature of each; None where both are best at the tasks' own.
 
     At several temperatures it is `at_best`, which the choice does not flatter.
     """
+    heats = {task["name"]: task["sampling"]["temperature"] for task in record["tasks"]}
     tasks = next((rows[0].get("tasks", ()) for title, rows in suites_of(record) if title == where), (where,))
-    scores, several, versus = {"adapter": 0.0, other: 0.0}, False, None
+    scores, versus = {"adapter": 0.0, other: 0.0}, None
+    elsewhere = dict.fromkeys(scores, False)
     for task in tasks:
         own = {row["variant"]: row for row in rows_of(record, task) if row["control"] is None}
         if not scores.keys() <= own.keys():
             return None
         for name in scores:
             best = own[name].get("at_best")
-            several |= best is not None
+            elsewhere[name] |= best is not None and best["temperature"] != heats[task]
             scores[name] += (best["score"] if best else own[name]["avg_at_k"])["mean"] / len(tasks)
             versus = best.get("comparison") if best and len(tasks) == 1 else None
     low, high = (versus["low"], versus["high"]) if versus else (scores[other] - scores["adapter"],) * 2
     verdict = "better" if low > 0 else "worse" if high < 0 else NOT_SHOWN
-    return _Best(scores["adapter"], scores[other], verdict) if several else None
+    if not any(elsewhere.values()):
+        return None
+    return _Best(scores["adapter"], scores[other], verdict, versus is not None, elsewhere["adapter"])
 
 
 def _verdicts(every: list[tuple[str, list[Record], str]], variant: str = "gated") -> dict[str, str]:
