@@ -17,9 +17,10 @@ STOP_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt("SIGTERM") inside the context; a handler that somebody else has set stays."""
+    """SIGTERM raises KeyboardInterrupt("SIGTERM") inside the context; another's handler stays, and a launcher's rank has none."""
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    # a launcher ends the ranks that are left where one has failed: at once, and without a word on what was kept
+    if not main or "LOCAL_RANK" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
     owner = os.getpid()

@@ -73,10 +73,10 @@ def test_answers_are_cut_and_left_out_as_rows_are_and_it_is_said(tmp_path, monke
     said.clear()
     assert len(context.answer_rows(answers)) == 3
     assert said == ["note: words: of 4 answers 1 left out without a response"]
-    with pytest.raises(
-        DataError, match=r"words: of 1 answer 1 left out without a response, so nothing is left to read"
-    ):
-        context.answer_rows(Answers(task, answers.graded[1:2]))
+    nothing = context.answer_rows(Answers(task, answers.graded[1:2]))
+    assert nothing == []
+    with pytest.raises(DataError, match="answers of the run: no answer has a token to read"):
+        context.require_rows(nothing, "answers of the run")
 
 
 def test_a_run_without_the_variant_names_those_that_it_holds_and_nothing_twice(tmp_path, monkeypatch):

@@ -163,10 +163,6 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
             {"question": "a", "answer": "b", "system": "S", "system_prompt": "T"},
             "f:1: found system and system_prompt, which say",
         ),
-        (
-            {"question": "a", "answer": "b", "response": "c"},
-            r"f:1: found question\+answer and question\+response in one",
-        ),
         ({"question": "a", "query": "b", "response": "c"}, r"f:1: found question\+response and query\+response in one"),
         (
             {"question": "2+2?", "choices": ["3", "4"], "answer": "4"},
@@ -398,6 +394,18 @@ def test_unknown_keys_are_told_beside_the_known_ones():
 def test_a_row_of_two_formats_is_ambiguous_unless_it_is_a_conversation():
     with pytest.raises(DataError, match="fit alpaca and prompt_completion alike"):
         detect_format({"instruction": "a", "output": "b", "response": "c"})
+    # names that came later give way to the usual ones beside them
+    assert detect_format({"instruction": "a", "output": "b", "query": "c", "answer": "d"}) == "alpaca"
+    assert turns_of({"question": "2+2?", "answer": "4", "response": "It is 4."}).messages[1]["content"] == "4"
+    assert turns_of({"instruction": "2+2?", "response": "4", "query": "q"}).messages[0]["content"] == "2+2?"
+
+
+def test_options_without_a_text_stand_in_every_question():
+    row = {"question": "What? A) one B) two", "answer": "A", "options": {"A": "one", "B": "two", "E": None}}
+    assert turns_of(row).messages[1]["content"] == "A"
+    assert turns_of(row | {"options": {"A": None}}).messages[1]["content"] == "A"
+    with pytest.raises(DataError, match="'options' would be left out"):
+        turns_of(row | {"options": {"A": "three", "E": None}})
 
 
 def test_a_pair_of_answers_is_told_how_to_be_learned_from():

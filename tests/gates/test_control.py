@@ -12,6 +12,7 @@ from loragate.errors import ConfigError, GateError
 from loragate.gates import constant_gate, trace_gates
 from loragate.gates.attach import gate_modules
 from loragate.gates.control import Recorder
+from loragate.gates.override import Override
 from loragate.gates.range import Range
 from tiny import logits, shake
 
@@ -71,6 +72,8 @@ def test_overrides_nest_and_are_restored_after_an_error(gated, token_ids):
 
 
 def test_override_refuses_what_would_have_no_effect(gated, adapter):
+    with pytest.raises(GateError, match="takes numbers by name"), lg.gate_override(gated, Override()):
+        pass
     for arguments, words in [
         ({}, "no effect"),
         ({"constant": 1.0, "minimum": 0.0}, "not both"),
@@ -191,6 +194,15 @@ class NoDoubles(TorchDispatchMode):
             if isinstance(made, torch.Tensor) and made.device.type == "mps" and made.dtype == torch.float64:
                 raise TypeError("the MPS framework doesn't support float64")
         return result
+
+
+def test_a_mask_outside_that_is_of_other_passes_counts_none_of_them(gated, token_ids):
+    with lg.record_gates(gated) as outer:
+        outer.token_mask = torch.ones(1, 3, dtype=torch.bool)
+        with lg.record_gates(gated) as inner, torch.no_grad():
+            gated(token_ids)
+    assert outer.total() == {}
+    assert inner.total()["tokens"] == token_ids.numel()
 
 
 def test_recording_asks_an_apple_gpu_for_no_doubles():

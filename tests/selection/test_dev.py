@@ -236,26 +236,6 @@ def test_a_long_training_question_inside_a_dev_question_is_shared(asked, tmp_pat
     assert read_dev(path, EXACT, "dev", train_rows(tmp_path, *beside)).dropped == {}
 
 
-MARKET = "{} had {} apples, bought seven more at the market on Sunday, and gave half of them away. How many are left?"
-WRAPPED = "Below is an instruction. Write a response.\n\n### Instruction:\n{}\n\n### Response:"
-
-
-@pytest.mark.parametrize(
-    ("trained", "asked"), [("Solve: {}", "{}\nAnswer with a number."), (WRAPPED, "Question: {} Think.")]
-)
-def test_a_question_between_other_instructions_is_shared(trained, asked, tmp_path):
-    given = [{"prompt": asked.format(MARKET.format("Tom", i)), "answer": i} for i in range(40)]
-    path = write_jsonl(tmp_path / "dev.jsonl", given)
-    new = [trained.format(MARKET.format("Ann", i)) for i in range(40)]
-    assert read_dev(path, EXACT, "dev", train_rows(tmp_path, *new)).dropped == {}, "what all share is no question"
-    taken = train_rows(tmp_path, *new, trained.format(MARKET.format("Tom", 5)), "another kind of row", "and one more")
-    with pytest.raises(
-        DataError, match=r"dev\.jsonl:6: 1 of 40 dev questions are also among the training examples"
-    ) as caught:
-        read_dev(path, EXACT, "dev", taken)
-    assert str(caught.value).endswith("dev.jsonl:6 = " + str(tmp_path / "train.jsonl:41"))
-
-
 def test_an_instruction_of_many_dev_questions_is_no_question(tmp_path):
     told = "Think about the problem step by step, and put the final answer alone into the last line."
     path = write_jsonl(tmp_path / "dev.jsonl", [{"prompt": f"{told} {i} + 1?", "answer": i + 1} for i in range(40)])

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -114,7 +115,7 @@ def test_the_papers_values_are_the_defaults():
 
 
 def test_the_best_checkpoint_is_that_of_the_smallest_value(tmp_path):
-    for name in ("loss", "nll", "eval_entropy", "topk_entropy", "eval_topk_entropy", "eval_other_topk_entropy"):
+    for name in ("loss", "nll", "eval_entropy", "topk_entropy", "eval_topk_entropy", "eval_reference_kl"):
         assert arguments(tmp_path, metric_for_best_model=name).greater_is_better is False, name
     more = {"metric_for_best_model": "eval_topk_entropy"}
     assert arguments(tmp_path, **more, greater_is_better=True).greater_is_better
@@ -168,6 +169,8 @@ def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
         ("k", 2.5, "integer of at least 2"),
         ("k", "20", "integer of at least 2"),
         ("k", 1, "at least 2"),
+        ("k", False, "whole number"),
+        ("k", np.int64(20), "whole number"),
         ("adam_beta1", 1.5, "below 1"),
         ("max_steps", 0, "at least 1"),
     ],

@@ -288,11 +288,7 @@ class DiagnosticContext(ReadsModel):
         )
 
     def answer_rows(self, answers: Answers, max_length: int | None = None) -> list[Row]:
-        """The answers behind their prompts, see `loragate.analysis.rows.answer_rows`; what is left out or cut is said.
-
-        Raises:
-            DataError: where nothing is left.
-        """
+        """The answers behind their prompts, see `loragate.analysis.rows.answer_rows`; what is left out or cut is said."""
         samples, name = answers.samples, answers.prepared.task.name
         prompts = self.loaded.tokenizer(answers.prepared.prompts, add_special_tokens=False)["input_ids"]
         rows = answer_rows(prompts, samples, max_length)
@@ -304,12 +300,16 @@ class DiagnosticContext(ReadsModel):
             "cut by max_length": sum(len(row["input_ids"]) < lengths[row["row"]] for row in rows),
         }
         notes = "; ".join(f"{count} {what}" for what, count in account.items() if count)
-        said = f"{name}: of {pluralize(len(samples), 'answer')} {notes}"
-        if not rows:
-            raise DataError(f"{said}, so nothing is left to read; give other answers or a higher --max-length")
         if notes:
-            self.say(f"note: {said}")
+            self.say(f"note: {name}: of {pluralize(len(samples), 'answer')} {notes}")
         return rows
+
+    def require_rows(self, rows: Sequence[Row], source: str) -> None:
+        """Refuse (DataError) answers of which nothing is left to read."""
+        if not rows:
+            raise DataError(
+                f"{source}: no answer has a token to read; give other answers, or a higher --max-length where it has one"
+            )
 
     def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
         """`About` of a diagnosis, with the settings of these names as text (some are the tasks'); `write_record` adds the time."""

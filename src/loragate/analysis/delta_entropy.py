@@ -185,9 +185,11 @@ def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
             answers = stored_answers(
                 evaluation, ModelVariant("adapter", one.control), prepared[one.task], SHARE_ANSWERS
             )
-            with context.job(f"reading the answers of {one.label} to {one.task} again"):
-                read = _measure(context, context.answer_rows(answers))
-            share = float(suppression_mask(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
+            share = 0.0
+            if read_again := context.answer_rows(answers):
+                with context.job(f"reading the answers of {one.label} to {one.task} again"):
+                    read = _measure(context, read_again)
+                share = float(suppression_mask(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
             rows.append(SuppressedRow(one.label, one.task, *shown, share))
     return tuple(rows)

@@ -103,6 +103,7 @@ def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list
         graded = sorted(found[0].graded, key=lambda pair: (pair[0].sample, pair[0].question))
         one = Answers(found[0].prepared, graded[:most])
         rows = context.answer_rows(one, settings.max_length)
+        context.require_rows(rows, source)
         one = Answers(one.prepared, [one.graded[row["row"]] for row in rows])
         groups = [sample.question for sample in one.samples]
     if settings.value == "reference":

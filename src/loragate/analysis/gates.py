@@ -99,6 +99,7 @@ def diagnose_gates(context: DiagnosticContext, settings: DiagnoseSettings) -> Ga
     context.begin(drawing=False)
     found, source = context.answers(settings.of or "gated", settings)
     rows = [row for one in found for row in context.answer_rows(one)]
+    context.require_rows(rows, source)
     with context.job("reading the answers with the gates", len(rows)) as on_progress:
         about = context.about(source, settings, "answers limit")
         record = measure_realised_gates(context.reader, rows, context.classes, about, context.batch_size, on_progress)

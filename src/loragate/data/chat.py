@@ -224,7 +224,7 @@ class Chat:
                 continue
             at = f"{where}: the assistant turn at message {index}"
             channel = message.get("channel")
-            if channel not in (None, "final") and not message.get("tool_calls") and not self._reads_channel:
+            if channel not in (None, "", "final") and not message.get("tool_calls") and not self._reads_channel:
                 raise DataError(
                     f"{at} has the channel {excerpt(str(channel))}, which the chat template does not read: it would be an answer "
                     "like any other. Put its text into the next answer, as the key thinking (reasoning_content, where the "

@@ -34,14 +34,13 @@ BARE_PAIR = (
     "input",
     "output",
 )  # where no other column of a pair is there: beside an instruction, `input` is its context
+LATER_PAIRS = (("question", "response"), ("query", "answer"), ("query", "response"))  # where no other pair is there
 PAIRS = (
     RAW_PAIR,
     ("prompt", "response"),
     ("problem", "solution"),
     ("question", "answer"),
-    ("question", "response"),
-    ("query", "answer"),
-    ("query", "response"),
+    *LATER_PAIRS,
     ("instruction", "response"),
     BARE_PAIR,
 )
@@ -132,6 +131,8 @@ class Format(NamedTuple):
     def groups(self, row: Row) -> list[tuple[str, ...]]:
         """The groups of which the row has all columns."""
         found = [group for group in self.columns if _has(row, *group)]
+        if len(found) > 1:  # a short answer beside its reasoning, say: the usual pair is the one that is meant
+            found = [group for group in found if group not in LATER_PAIRS] or found
         others = {key for pair in PAIRS for key in pair if key not in BARE_PAIR and row.get(key) is not None}
         return [group for group in found if group != BARE_PAIR or not others]
 
@@ -327,6 +328,8 @@ def detect_format(row: Row) -> str:
         DataError: for a row that fits no format, or two formats that would give different texts.
     """
     fitting = [name for name, format in FORMATS.items() if format.matches(row)]
+    if len(fitting) > 1 and all(pair in LATER_PAIRS for pair in FORMATS["prompt_completion"].groups(row)):
+        fitting = [name for name in fitting if name != "prompt_completion"]
     if not fitting:
         known = "; ".join(f"{name}: {format.keys}" for name, format in FORMATS.items())
         for format in FORMATS.values():
@@ -529,6 +532,8 @@ def refuse_left_out(row: Row, columns: Iterable[str], key: str, text: str) -> No
 def _stands_in(value: Any, text: str) -> bool:
     """Whether a text holds every text of a value."""
     value = _texts_of_json(value) if isinstance(value, str) else value
+    if value is None:  # of options that another row has
+        return True
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -12,7 +12,7 @@ slope left.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -84,6 +84,10 @@ def regions(lam: Tensor, bounds: Range) -> list[Tensor]:
     return [*(share.double() for share in shares), doubles, doubles * doubles]  # seven, as `SUM_NAMES` says
 
 
+class _OtherPassError(GateError):
+    """A token mask of another shape than the forward pass."""
+
+
 class Recorder:
     """Sums over the λ of one module: counts per region, moments and extremes; no per-token tensor is kept."""
 
@@ -104,7 +108,7 @@ class Recorder:
             if mask.dtype != torch.bool:  # whole numbers would choose tokens by their index
                 raise GateError(f"token_mask must be a bool tensor (attention_mask.bool(), say), found {mask.dtype}")
             if lam_T.dim() == 2 and lam_T.shape != mask.shape:
-                raise GateError(
+                raise _OtherPassError(
                     f"token_mask has shape {list(mask.shape)}, but the forward pass has {list(lam_T.shape)} tokens; set a mask "
                     "of the batch's own shape before each forward pass, or None to count every token"
                 )
@@ -138,8 +142,9 @@ class Chain:
     inner: Recorder | Trace
 
     def update(self, lam_T: Tensor) -> None:
-        """Hand on the λ of one forward pass, [...]."""
-        self.outer.update(lam_T)
+        """Hand on the λ of one forward pass, [...]; a token mask outside that is of other passes counts none of this one."""
+        with suppress(_OtherPassError):
+            self.outer.update(lam_T)
         self.inner.update(lam_T)
 
 
@@ -235,7 +240,7 @@ def gate_override(
         override = numbers
     elif isinstance(override, str):
         override = parse_override(override.removeprefix("@"))
-    elif not isinstance(override, Override):
+    elif not isinstance(override, Override) or override == Override():
         raise GateError(f"gate_override takes numbers by name, as in constant={override!r:.20}; found {override!r:.60}")
     gates = gate_modules(peft_model, adapter_name)
     # the innermost override replaces the outer one, it is not laid over it

@@ -306,9 +306,9 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
         advice += f" on {', '.join(hurt)}" if unsure or beaten else ""
     elif beaten:
         where, best = next(iter(beaten.items()))
-        lead, own = (" at another temperature", "own") if best.elsewhere else ("", "own temperature")
+        lead, alone = (" at another temperature", "own") if best.elsewhere else ("", "own temperature")
         advice = (
-            f"Use the plain adapter{lead}: the gates are significantly better than it at the tasks' {own} alone, "
+            f"Use the plain adapter{lead}: the gates are significantly better than it at the tasks' {alone} alone, "
             f"and at the best of each it has {best.said('the gates')}"
         )
         advice += f" on {where}" if len(verdicts) > 1 else ""
@@ -324,10 +324,10 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     for where, best in risen.items():
         on = f"on {where} " if len(verdicts) > 1 else ""
         advice += f"; {on}at the best temperature of each: the adapter has {best.said('the gates')}"
-    for where, (said, best) in turned.items():
-        if _has_gates(record) and "better" not in (said, best.verdict):
+    for where, (at_own, best) in turned.items():
+        if _has_gates(record) and "better" not in (at_own, best.verdict):
             continue  # of gates; the base is not spoken of
-        ahead = "the base is better than the adapter" if said == "better" else "the adapter is better than the base"
+        ahead = "the base is better than the adapter" if at_own == "better" else "the adapter is better than the base"
         advice += (
             f"; {f'on {where} ' if len(bases) > 1 else ''}{ahead} at the task's own temperature alone: at the best of each the "
             f"adapter has {best.said('the base')}"

@@ -2,8 +2,7 @@
 
 Neither may share a question with the training examples, nor with those that a result is reported on. Texts are compared without
 case, surplus white space and closing punctuation; signs inside stay, because "2 + 3" and "2 - 3" are different questions. A long
-question also counts as shared where it stands inside a longer prompt, or where a long prompt stands inside it, or where both are
-one question between different instructions: sentences with which many texts of their side begin or end.
+question also counts as shared where it stands inside a longer prompt, or where a long prompt stands inside it.
 """
 
 from __future__ import annotations
@@ -65,10 +64,8 @@ LONG = 60
 SHARED, SAME = 20, 3  # shared questions in a message, and places of each
 INSTRUCTION = 3
 """Dev questions that may hold one text of the examples; what more of them hold is an instruction, not a question."""
-INSTRUCTED = 0.25  # share of texts that begin or end with one sentence, from which it is an instruction
 RETENTION_TOKENS = 512  # of an answer to a plain file of retention questions
 MEASURED = 2_000  # training examples whose answers are measured
-_SENTENCE_ENDS = re.compile(r"(?<=[.!?:])\s+|\n+")
 _STARTS = re.compile(r"\b\w|[^\w\s]")
 _INSIDE_WORD = re.compile(r"\w\w")
 
@@ -362,20 +359,23 @@ def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str)
 
 
 def find_overlap(questions: Sequence[Question], others: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """{where a question stands: where others say the same}; compared are its prompt and the row's own question, each also
-    without the instruction that it shares with many of its side.
+    """{where a question stands: where others say the same}; compared are its prompt and the row's own question.
 
     Args:
         others: (where it stands, text).
     """
     places: dict[str, list[str]] = defaultdict(list)
-    for (place, text), core in zip(others, _without_instructions([text for _, text in others]), strict=True):
-        for key in dict.fromkeys(filter(None, (normalize_question(text), core))):
+    for place, text in others:
+        if key := normalize_question(text):
             places[key].append(place)
-    asked: dict[str, list[str]] = {}
-    for question, core in zip(questions, _without_instructions([one.prompt for one in questions]), strict=True):
-        keys = (*map(normalize_question, (question.prompt, *prompts_of([question.row]))), core)
-        asked[question.place] = list(dict.fromkeys(filter(None, keys)))
+    asked = {
+        question.place: [
+            key
+            for text in dict.fromkeys([question.prompt, *prompts_of([question.row])])
+            if (key := normalize_question(text))
+        ]
+        for question in questions
+    }
     different = {key for own in asked.values() for key in own}
     holding: dict[str, list[str]] = defaultdict(list)  # {question: the other texts that hold it}
     lengths = _lengths_by_beginning(different)
@@ -397,22 +397,6 @@ def find_overlap(questions: Sequence[Question], others: Sequence[tuple[str, str]
         if there:
             found[place] = list(dict.fromkeys(there))
     return found
-
-
-def _without_instructions(texts: Sequence[str]) -> list[str]:
-    """Every text as `normalize_question` gives it, without the sentences that many begin or end with; "" for a short rest."""
-    rests = [[one for part in _SENTENCE_ENDS.split(text) if (one := normalize_question(part))] for text in texts]
-    for end in (0, -1):
-        while True:
-            at_end = Counter(rest[end] for rest in rests if rest)
-            common, count = max(at_end.items(), key=lambda one: one[1], default=("", 0))
-            if count <= INSTRUCTION or count < INSTRUCTED * len(texts):
-                break
-            for rest in rests:
-                if rest and rest[end] == common:
-                    rest.pop(end)
-    joined = (" ".join(rest) for rest in rests)
-    return [rest if len(rest) >= LONG else "" for rest in joined]
 
 
 def _lengths_by_beginning(texts: Iterable[str]) -> dict[str, set[int]]:

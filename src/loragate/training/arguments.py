@@ -15,7 +15,7 @@ from loragate.losses.entropy import support_size
 from loragate.training.checkpoints import TrainingFolder
 from loragate.training.settings import GATE_OBJECTIVES, Decay, TrainSettings
 from loragate.training.strategy import detect_launch, process_state
-from loragate.validate import validate
+from loragate.validate import NonNegativeInt, validate
 
 # what is recorded of the arguments of a training
 _RECORDED = (
@@ -29,7 +29,7 @@ _RECORDED_IF_UNUSUAL = (
     "train_sampling_strategy", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "tf32", "torch_compile",
 )  # fmt: skip
 # what an evaluation of this trainer gives beside the loss, with or without eval_ and the name of a data set
-_SMALLER_IS_BETTER = ("loss", "nll", "entropy")
+_SMALLER_IS_BETTER = ("loss", "nll", "entropy", "kl")
 
 
 @dataclass
@@ -72,6 +72,7 @@ class GateTrainingArguments(SFTConfig):
         for name in ("adam_beta1", "adam_beta2"):
             validate(Decay, getattr(self, name), name)
         support_size(self.k, 1 << 30)
+        validate(NonNegativeInt, self.k, "k")  # False is no 0, and a number of numpy cannot be recorded
         if self.max_steps == 0:  # of which transformers makes one
             raise ConfigError("max_steps must be at least 1, or -1 to train for num_train_epochs, found 0")
         reject_ignored_arguments(self)

@@ -43,8 +43,11 @@ class TrainingFolder:
     @property
     def recorded_pass_rows(self) -> int:
         """Rows of a pass of the run that is to be resumed on as many processes; 0 where none is."""
-        notes = (read_json(self.path / RunFolder.RECORD) if self.resume else {}).get(RunFolder.NOTES) or {}
-        return int(notes.get(PASS_ROWS, 0)) if notes.get("processes") == detect_launch().processes else 0
+        notes = (read_json(self.path / RunFolder.RECORD) if self.resume else {}).get(RunFolder.NOTES)
+        if not isinstance(notes, dict) or notes.get("processes") != detect_launch().processes:
+            return 0
+        rows = notes.get(PASS_ROWS)
+        return rows if isinstance(rows, int) and rows > 0 else 0
 
     def begin(self, identity: Mapping[str, Any], hints: Mapping[str, str] | None = None) -> Path | None:
         """Write run.json, or on resume compare it with `identity`, but for the rows of a pass, on which only rounding depends.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,10 +136,12 @@ def build_adapter(base_model: Any, settings: FineTuningSettings) -> Any:
     try:
         return get_peft_model(base_model, config)
     except ValueError as error:
-        said = str(error).splitlines()[0]  # a module that is no layer, say, whose parts fill the other lines
+        if "arget module" not in str(error):
+            raise
+        said = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # the parts of a module that is no layer
         linear = ", ".join(names_of_linear_layers(base_model))
         raise ConfigError(
-            f"target_modules {settings.target_modules!r} cannot be adapted ({said:.160}); the base's linear layers end in {linear}"
+            f"target_modules {settings.target_modules!r} cannot be adapted: the base's linear layers end in {linear} ({said:.200})"
         ) from error
 
 

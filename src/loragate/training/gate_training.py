@@ -22,7 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.display import phase
-from loragate.errors import ConfigError, TrainingError
+from loragate.errors import ConfigError, GateError, TrainingError
 from loragate.gates import (
     GateConfig,
     Parity,
@@ -38,6 +38,7 @@ from loragate.gates import (
     weights_checksum,
 )
 from loragate.gates.attach import attached_config, is_gated
+from loragate.gates.control import base_unavailable_reason
 from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import causal_model, predicting_mask
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
@@ -232,6 +233,9 @@ class GateTrainer(StatisticsTrainer):
         self.result: GateTrainingResult | None = None
         self.saved_to: set[Path] = set()
         self.parity: Parity | None = None
+        refers = "reference_kl" in objective.requires  # no objective of the paper's
+        if refers and (reason := base_unavailable_reason(model, name)):
+            raise GateError(f"objective {objective.name!r} needs the base as its reference: {reason}")
         if gates is not None:
             attach_gates(model, gates, name)
         try:
@@ -252,9 +256,7 @@ class GateTrainer(StatisticsTrainer):
                 where=where,
                 eval_dataset=self._encoded_evaluation(eval_dataset, model, objective),
                 data_collator=data_collator,
-                reference=base_reference
-                if "reference_kl" in objective.requires
-                else None,  # no objective of the paper's
+                reference=base_reference if refers else None,
                 adapter_name=name,
                 callbacks=callbacks or (),
                 optimizers=optimizers,
