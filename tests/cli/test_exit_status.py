@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from loragate import errors
 from loragate.cli import main as entry
 from loragate.cli.main import COMMANDS, main
+from loragate.signals import sigterm_as_ctrl_c
 
 # what of a command's own is nowhere to be found or no such thing
 BAD_INPUT = {
@@ -152,3 +154,16 @@ def test_warnings_that_an_adapter_is_not_whole_are_never_hidden():
     assert "of no use" not in said
     assert "gemm_4bit" not in said
     assert [said.count(f"cast from {kind}") for kind in ("bfloat16", "float32")] == [1, 1], "of 8-bit layers, once"
+
+
+@pytest.mark.parametrize("rank", [None, "1"])
+def test_sigterm_is_as_ctrl_c_but_in_a_launchers_rank(monkeypatch, rank):
+    """A launcher ends the ranks that are left where one has failed: none of them is to say what to do next."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    before = signal.getsignal(signal.SIGTERM)
+    assert before is signal.SIG_DFL
+    with sigterm_as_ctrl_c():
+        assert (signal.getsignal(signal.SIGTERM) is before) == (rank is not None)
+    assert signal.getsignal(signal.SIGTERM) is before

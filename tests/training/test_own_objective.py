@@ -10,7 +10,8 @@ import torch
 
 import loragate as lg
 from loragate.data import load_rows
-from loragate.errors import ConfigError, TrainingError
+from loragate.errors import ConfigError, GateError, TrainingError
+from loragate.gates.attach import is_gated
 from loragate.losses import WeightedCrossEntropy
 from loragate.training import FineTuningSettings, GateTrainingSettings, reference, training_rows
 from tiny import gate_values, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
@@ -203,6 +204,10 @@ def test_masks_and_references_reach_it():
     assert result.history[1]["reference_kl"] > 1e-6, "one step away from the base"
     gated = two(TWO, rows=rows, objective=near)
     assert gated.history[0]["reference_kl"] > 1e-6, "of the adapter from its base"
+    biased = tiny_adapter(bias="lora_only")
+    with pytest.raises(GateError, match="'mine' needs the base as its reference: .*biases"):
+        two(TWO, objective=near, model=biased)
+    assert not is_gated(biased, "default"), "before anything is changed"
 
 
 @dataclass(frozen=True)
