@@ -205,7 +205,7 @@ def test_masks_and_references_reach_it():
     gated = two(TWO, rows=rows, objective=near)
     assert gated.history[0]["reference_kl"] > 1e-6, "of the adapter from its base"
     biased = tiny_adapter(bias="lora_only")
-    with pytest.raises(GateError, match="'mine' needs the base as its reference: .*biases"):
+    with pytest.raises(GateError, match=r"'mine' needs the base as its reference: .*biases"):
         two(TWO, objective=near, model=biased)
     assert not is_gated(biased, "default"), "before anything is changed"
 
