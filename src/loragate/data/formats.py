@@ -30,10 +30,8 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 RAW_PAIR = ("prompt", "completion")
-BARE_PAIR = (
-    "input",
-    "output",
-)  # where no other column of a pair is there: beside an instruction, `input` is its context
+# where no other column of a pair is there: beside an instruction, `input` is its context
+BARE_PAIR = ("input", "output")
 LATER_PAIRS = (("question", "response"), ("query", "answer"), ("query", "response"))  # where no other pair is there
 PAIRS = (
     RAW_PAIR,
