@@ -298,6 +298,11 @@ class SelectionRecord:
                     f"Warning, {name} set: the grader {question_set.grader!r} reads no answer in {percent(question_set.unread)} % "
                     "of the adapter's responses; does the prompt ask for the form that it reads?"
                 )
+        if next(row.mean for row in self.variants if row.label == self.baseline) == 0:
+            said.append(
+                f"Warning, dev set: {self.baseline} answers none of it right; does the prompt ask for the form that the grader "
+                f"{self.dev.grader!r} reads?"
+            )
         said += self.kept()
         if self.retention is not None and self.retention.right == 0:
             said.append(

@@ -1,4 +1,4 @@
-"""The grader is tried on right answers and on training responses before anything is sampled."""
+"""The grader is tried on right answers, and system messages are compared, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ import pytest
 
 from loragate.data import load_rows
 from loragate.errors import DataError
-from loragate.evaluation.grader_checks import (
-    FORMS,
-    check_references,
-    check_responses,
-    check_system_message,
-    form_of,
-    responses_of,
-)
+from loragate.evaluation.grader_checks import check_references, check_system_message
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, load_task
 from loragate.selection.dev import plain_task
@@ -99,61 +92,6 @@ def test_reference_solutions_run():
         check_references(task, given[1:], "mbpp", SETTINGS)
 
 
-RESPONSES = {
-    "hash": "9 * 2 = 18\n#### 18",
-    "box": r"It is 18, so the answer is $\boxed{18}$.",
-    "phrase": "9 times 2 makes eighteen.\nThe answer is 18.",
-    "letter": "(B)",
-    "short": "eighteen apples",
-    "": "Nine times two makes eighteen, and that is all there is to say.",
-}
-READ_BY = {"hash": "gsm8k", "box": "default", "phrase": "regex", "letter": "choice", "short": "exact"}
-
-
-def rows(name, count=20):
-    # two formats that training takes
-    half = [{"prompt": f"q{i}", "completion": RESPONSES[name]} for i in range(count)]
-    return load_rows(half)
-
-
-@pytest.mark.parametrize("name", RESPONSES)
-def test_forms(name):
-    assert form_of(RESPONSES[name]) == name
-    chat = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": RESPONSES[name]}]}]
-    assert responses_of(load_rows(chat)) == [RESPONSES[name]]
-
-
-@pytest.mark.parametrize("name", READ_BY)
-def test_the_grader_of_a_form_reads_it(name):
-    pattern = FORMS[name].flags.partition("--dev-pattern '")[2].rstrip("'")
-    task = plain_task("dev", READ_BY[name], pattern)
-    assert READ_BY[name] == FORMS[name].flags.split()[1]
-    golds = ["B" if name == "letter" else "eighteen apples" if name == "short" else "18"] * 3
-    assert check_responses(task, questions(golds), rows(name), SETTINGS) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "grader"),
-    [("hash", "default"), ("phrase", "default"), ("letter", "default"), ("box", "exact"), ("hash", "exact")],
-)
-def test_a_grader_that_reads_no_training_response_is_refused(name, grader):
-    task, given = plain_task("dev", grader), questions(["18"] * 3)
-    with pytest.raises(DataError, match="reads an answer in 0 of 20 training responses, of which 20 ") as refused:
-        check_responses(task, given, rows(name), SETTINGS)
-    assert FORMS[name].flags in str(refused.value)
-    # questions that ask for a form themselves say more than the training does
-    asking = questions(["18"] * 3, r"What is it? Put it into \boxed{}.")
-    assert "training responses" in check_responses(task, asking, rows(name), SETTINGS)[0]
-
-
-def test_prose_and_few_responses_refuse_nothing():
-    task, given = plain_task("dev", "default"), questions(["18"] * 3)
-    assert "reads an answer in 0 of 20" in check_responses(task, given, rows(""), SETTINGS)[0]
-    assert check_responses(task, given, rows("hash", 5), SETTINGS) == []
-    mixed = load_rows([*rows("hash", 12), *rows("box", 8)])
-    assert "12 end in `#### N`" in check_responses(task, given, mixed, SETTINGS)[0]
-
-
 def test_questions_without_the_system_message_of_the_examples_are_named():
     task, pair = plain_task("dev", "exact"), {"prompt": "q", "response": "a"}
     taught, bare = load_rows([{**pair, "system": "Be brief."}] * 8), load_rows([pair] * 8)
@@ -166,4 +104,5 @@ def test_questions_without_the_system_message_of_the_examples_are_named():
     assert said.startswith(
         "0 of 8 training examples that were looked at have a system message, and the questions have 'Be long.'"
     )
-    assert check_system_message(task, rows("box")) == [], "a plain text has none"
+    plain = load_rows([{"prompt": f"q{place}", "completion": "a"} for place in range(20)])
+    assert check_system_message(task, plain) == [], "a plain text has none"

@@ -1,8 +1,7 @@
-r"""The grader, tried before anything is sampled: on right answers, which it must accept, and on the responses of the training
-data, which show the form that the adapter answers in.
+"""Checks before anything is sampled: the grader on right answers, which it must accept, and the system message of the questions
+against that of the training examples.
 
-A grader that reads `\boxed{}` finds nothing in answers that end in `#### 18`, and every score would be 0. Nothing is asked of a
-model here.
+Nothing is asked of a model here.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from loragate.data import Rows
 from loragate.data.formats import Turns, detect_format, normalize
 from loragate.errors import DataError
-from loragate.evaluation.answers import last_boxed, parse_gold_letter
+from loragate.evaluation.answers import parse_gold_letter
 from loragate.evaluation.grading.numeric import last_number, numbers_in
 from loragate.evaluation.judging import CODE_GRADERS, MATH_GRADER_NAMES, grade_samples
 from loragate.evaluation.settings import GradingSettings
@@ -24,14 +22,11 @@ from loragate.evaluation.tasks import Question, Task
 from loragate.generation import Sample
 
 MAX_REFERENCES = 32  # right answers that are graded
-MEASURED = 128  # training responses that are looked at
-FEWEST = 8  # training responses that show a form
+MEASURED = 128  # training examples that are looked at
 NEAR_ZERO_SHARE = 0.05  # a share that is near none
-SHORT = 5  # words of an answer that is nothing else
 FEWEST_WORDS = 4  # of a sentence
 NAMED = 3  # places in a message
-_ANSWER_IS = r"answer(?: is|:)\s*(.+?)\.?\s*$"
-_PHRASE = re.compile(rf"(?i)\b{_ANSWER_IS}")
+_PHRASE = re.compile(r"(?i)\banswer(?: is|:)\s*(.+?)\.?\s*$")
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")  # and no command of LaTeX
 # two sentences; one with a capital and a full stop; one with a capital and a verb
 _SENTENCE = re.compile(
@@ -125,65 +120,6 @@ def _short_answer(gold: str) -> str | None:
     return number.text if number else None
 
 
-class Form(NamedTuple):
-    """A form of responses: in words, what finds it, and the flags of the grader that reads it."""
-
-    words: str
-    pattern: re.Pattern[str]
-    flags: str
-
-
-FORMS = {
-    "hash": Form("end in `#### N`", re.compile(r"####[^\S\n]*\S[^\n]*\Z"), "--dev-grader gsm8k"),
-    "box": Form(r"hold \boxed{…}", re.compile(r"\\(?:boxed|fbox)\b"), "--dev-grader default"),
-    "phrase": Form(
-        "end in a line such as 'The answer is N'",
-        re.compile(r"(?i)answer(?: is|:)\s*\S[^\n]*\Z"),
-        f"--dev-grader regex --dev-pattern '(?i){_ANSWER_IS}'",
-    ),
-    "letter": Form("are a letter", re.compile(r"\A\(?[A-J]\)?[.:]?\Z"), "--dev-grader choice"),
-    "short": Form(
-        f"are at most {SHORT} words", re.compile(rf"\A\S+(?:\s+\S+){{0,{SHORT - 1}}}\Z"), "--dev-grader exact"
-    ),
-}
-"""Tried in this order."""
-
-
-def check_responses(task: Task, questions: Sequence[Question], rows: Rows, settings: GradingSettings) -> list[str]:
-    r"""Compare the form of training responses with what the grader of a dev set reads.
-
-    Returns:
-        One sentence on the form where the grader reads less than half of the responses; else nothing.
-
-    Raises:
-        DataError: where it reads near none, nothing else than the training says what form the answers will have (a task file's
-            prompt, or questions that ask for `\boxed` or `####` themselves), and another grader fits.
-    """
-    responses = responses_of(rows)
-    if task.grader in ("lm-eval", "tiny", *CODE_GRADERS) or len(responses) < FEWEST:
-        return []
-    read = sum(_has_answer(task, questions, responses, settings))
-    if read >= len(responses) / 2:
-        return []
-    forms = Counter(form_of(response) for response in responses)
-    name, count = forms.most_common(1)[0]
-    form = FORMS.get(name)
-    said = f"the grader {task.grader} reads an answer in {read} of {len(responses)} training responses"
-    if form is None or form.flags.split()[1] == task.grader:
-        return [f"{said}; scores are low where the dev set is answered in their form"]
-    said += f", of which {count} {form.words}: use {form.flags}"
-    asked = sum(bool(re.search(r"\\boxed|####", question.prompt)) for question in questions) > len(questions) / 2
-    if task.path.name or asked or read >= NEAR_ZERO_SHARE * len(responses) or count < len(responses) / 2:
-        return [said]
-    raise DataError(f"{said}; or let the questions ask for the form that it reads")
-
-
-def form_of(response: str) -> str:
-    """The name of the form of a response in `FORMS`; "" for another."""
-    text = response.strip()
-    return next((name for name, form in FORMS.items() if form.pattern.search(text)), "")
-
-
 def check_system_message(task: Task, rows: Rows) -> list[str]:
     """One sentence where most training examples have a system message and the questions none of theirs, or the reverse."""
     talks = [turns.messages for turns in _measured_turns(rows) if turns.messages]
@@ -197,35 +133,11 @@ def check_system_message(task: Task, rows: Rows) -> list[str]:
     return [f"{trained}, and the questions {asked}; ask them with the one that the adapter was trained with"]
 
 
-def responses_of(rows: Rows) -> list[str]:
-    """The last response of some rows, spread over all; rows that training refuses are left to it."""
-    found = []
-    for turns in _measured_turns(rows):
-        last = [message["content"] for message in turns.messages if message["role"] == "assistant"][-1:]
-        found += [text for text in (turns.completion, *last) if isinstance(text, str)]
-    return found
-
-
 def _measured_turns(rows: Rows) -> Iterator[Turns]:
     for place in _evenly_spaced_indices(len(rows), MEASURED):
         row = rows[place]
         with suppress(DataError):
             yield normalize(row, detect_format(row))
-
-
-def _has_answer(
-    task: Task, questions: Sequence[Question], responses: Sequence[str], settings: GradingSettings
-) -> list[bool]:
-    """Whether the grader finds an answer in each response."""
-    if task.grader == "exact":  # the whole response is the answer: it must be one
-        longest = max(len(question.gold.split()) for question in questions)
-        return [len(response.split()) <= 2 * longest for response in responses]
-    if task.grader in ("default", "boxed"):
-        return [last_boxed(response) is not None for response in responses]
-    if task.grader in MATH_GRADER_NAMES:  # these take what stands where there is no box
-        return [True] * len(responses)
-    grades = grade_samples(task, [questions[0]] * len(responses), _samples(responses), task.grader, settings)
-    return [grade.extracted is not None for grade in grades]
 
 
 def _answer(question: Question, grader: str) -> str:

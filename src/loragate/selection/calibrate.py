@@ -20,8 +20,7 @@ from typing import Any
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
-from loragate.evaluation.grader_checks import check_responses, check_system_message
-from loragate.evaluation.settings import GradingSettings
+from loragate.evaluation.grader_checks import check_system_message
 from loragate.evaluation.variants import ModelVariant
 from loragate.gates import GateConfig
 from loragate.gates.artifact import require_no_artifact
@@ -222,13 +221,11 @@ def encode_heldout(
 def read_questions(
     context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None
 ) -> tuple[DevSet, DevSet | None]:
-    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev` and `check_responses`."""
+    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev`."""
     taken = collect_excluded_prompts(context.examples, dev)
     retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
     found = read_dev(dev_dataset, dev, "dev", taken)
-    examples, grading = context.examples, GradingSettings(sandbox=dev.sandbox)
-    said = check_responses(found.task, found.questions.questions, examples, grading)
-    warnings = (*found.questions.warnings, *said, *check_system_message(found.task, examples))
+    warnings = (*found.questions.warnings, *check_system_message(found.task, context.examples))
     return replace(found, questions=replace(found.questions, warnings=warnings)), retention
 
 

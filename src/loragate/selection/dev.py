@@ -51,6 +51,11 @@ ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
 PROMPTS = ("prompt", "question", "problem", "instruction", "query")
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*ANSWER_GRADERS, "tiny")
+GRADERS_AND_FORMS = (
+    r"default and boxed read \boxed{…}, math_verify that or any expression, gsm8k what follows #### or the last number, choice a "
+    'letter, exact the whole response, regex what a pattern such as "answer is (.+)" finds'
+)
+"""Graders that a dev set may name, in a message."""
 ASKED = (*CONTEXT, *CHOICES, "history", "tools", *MEDIA)
 """Columns that are part of a question, which is the prompt column alone."""
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads

@@ -41,7 +41,7 @@ from loragate.gates.eligibility import examine_adapter, require_gateable, requir
 from loragate.gates.identity import base_weight_samples
 from loragate.gates.schema import CONFIG
 from loragate.gates.strength import layer_bands, lora_paths
-from loragate.selection.dev import RETENTION_TOKENS, DevSet, describe_form, estimate_max_new_tokens
+from loragate.selection.dev import GRADERS_AND_FORMS, RETENTION_TOKENS, DevSet, describe_form, estimate_max_new_tokens
 from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
 from loragate.selection.settings import require_one_process
 from loragate.selection.trials import FAILED, GATED, OnStep, Trial, TrialContext
@@ -252,7 +252,7 @@ class SelectionRun:
             raise DataError(
                 f"the grader {task.task.grader!r} reads an answer in none of the adapter's {len(task.questions)} responses to "
                 f"the {name} set {task.source} ({', '.join(reasons)}): does the prompt ask for the form that it reads, or does "
-                f"another {other} fit?"
+                f"another {other} fit ({GRADERS_AND_FORMS})?"
             )
 
     def train(self) -> None:
