@@ -28,6 +28,5 @@ COMMAND = Command(
     examples=(
         "loragate quickstart",
         "loragate quickstart --seed 1 --out runs/second",
-        "loragate quickstart --controls full",
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge
 
@@ -20,7 +20,6 @@ class QuickstartSettings:
         ranges: ranges to calibrate, separated by semicolons.
         questions: test questions.
         samples: samples per test question.
-        controls: cheap runs those that need no training; full also trains the others.
         threads: CPU threads; models this small are fastest with one.
     """
 
@@ -29,5 +28,4 @@ class QuickstartSettings:
     ranges: str = "-3,1;0,1;-6,3"
     questions: Annotated[int, Ge(2)] = 200
     samples: PositiveInt = 16
-    controls: Literal["cheap", "full"] = "cheap"
     threads: PositiveInt = 1

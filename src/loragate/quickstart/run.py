@@ -3,16 +3,14 @@
 The run folder is what `sft`, `calibrate`, `eval` and `diagnose gates` would leave of the same work, so that `report`, `regrade`
 and `diagnose` read it. Disjoint splits are used: "train" for the demonstrations, "dev" to choose, "test" for the scores.
 
-Each trained control answers one doubt about the gates: a single strength per module would do; any gate of that size would do;
-the responses' cross-entropy would have trained the gates as well; more training of the LoRA would have helped as much; the
-entropy put on the LoRA itself would have.
+DFT is the one control that is trained: would another loss of the LoRA have helped as much, without gates?
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ import torch
 from loragate.analysis.context import DiagnosticContext
 from loragate.analysis.gates import diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.data import Rows, find_endings, load_rows
+from loragate.data import load_rows
 from loragate.display import Display, Job, configure_logging, console, format_points
 from loragate.errors import ConfigError
 from loragate.evaluation.evaluate import Evaluation, make_progress_reporter
@@ -35,11 +33,10 @@ from loragate.evaluation.statistics import compare
 from loragate.evaluation.tasks import load_questions, load_task
 from loragate.evaluation.variants import LOWER_TEMPERATURES, ModelVariant, activate_variant, canary
 from loragate.files import write_text
-from loragate.gates import GateConfig, save_gates
 from loragate.gates.range import Range, parse_ranges
 from loragate.gates.strength import lora_paths
 from loragate.generation import TransformersEngine
-from loragate.models.source import Kind, resolve
+from loragate.models.source import resolve
 from loragate.quickstart import QuickstartSettings
 from loragate.report.page import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
@@ -49,23 +46,15 @@ from loragate.selection.selection_run import TRIALS, constant_scale_variants
 from loragate.selection.selection_run import progress_callback as selection_counted
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import GATED, Trial
-from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
+from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 from loragate.training.callbacks import StepReport
 from loragate.world.base import load_base
 from loragate.world.demonstrations import demonstrations
 from loragate.world.problems import draw_problems
 
 INTERVENTIONS = ("noreverse", "noextrapolate", "unit")
-PER_MODULE, RANDOM, CE = "one λ per module, trained", "random gates", "gates trained with CE"
-DFT, LORA_CONTINUED, ENTROPY = "DFT", "same rows again", "trained with entropy"
-CONTROLS: dict[str, Kind] = {
-    PER_MODULE: "gated",
-    RANDOM: "gated",
-    CE: "gated",
-    LORA_CONTINUED: "adapter",
-    ENTROPY: "adapter",
-}
-"""{trained control: what acts}"""
+DFT = "DFT"
+JOBS = 5  # two adapters, the calibration, the test, the report
 MAX_NEW_TOKENS = 72
 BATCH = 480
 DEV_QUESTIONS = 128
@@ -92,17 +81,14 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     configure_logging()
     torch.set_num_threads(settings.threads)
     ranges = parse_ranges(settings.ranges)
-    trained_controls = list(CONTROLS) if settings.controls == "full" else []
     folder = _new_folder(Path(settings.out))
-    made = QuickstartRun(folder, settings.seed, len(trained_controls))
+    made = QuickstartRun(folder, settings.seed)
     made.train_lora("adapter", "sft")
     made.train_lora(DFT, "dft", objective="dft")
     calibrated = made.calibrate(ranges)
     best = best_trial(calibrated, made.trials)
-    for name in trained_controls:
-        made.train_control(name, best)
     tasks = made.tasks(settings)
-    record = evaluate_variants(made, build_variants(made, calibrated, best, trained_controls), tasks)
+    record = evaluate_variants(made, build_variants(made, calibrated, best), tasks)
     with made.job("reading the gates and drawing"):
         asked = Request(str(made.gated_folder(best)), folder / "diagnosis", TaskSettings(tasks="tiny"))
         diagnose_gates(DiagnosticContext(asked), DiagnoseSettings(run=str(folder)))
@@ -134,17 +120,14 @@ class QuickstartRun:
     """The models of a run in memory, by name, and the folder that they are written to.
 
     Attributes:
-        models: "adapter" is the LoRA that is gated; trained controls of the LoRA and DFT are others.
-        gates: {trained control of the gates: its folder}.
+        models: "adapter" is the LoRA that is gated, `DFT` the control.
         trials: gates that `calibrate` trained.
     """
 
-    def __init__(self, folder: Path, seed: int, controls: int = 0) -> None:
+    def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed, self.display = folder, seed, Display()
-        # two adapters, the calibration, the test, the report; random gates are a control that is not trained
-        self.job_count, self.jobs_started = 5 + max(0, controls - 1), 0
+        self.jobs_started = 0
         self.models: dict[str, Any] = {}
-        self.gates: dict[str, Path] = {}
         self.trials: list[Trial] = []
         self.base, self.tokenizer = load_base()
         # the base and the demonstrations, so that every command can be tried on them
@@ -166,15 +149,25 @@ class QuickstartRun:
     def job(self, name: str, unit: str = "") -> AbstractContextManager[Job]:
         """The next part of the run, shown with its number."""
         self.jobs_started += 1
-        return self.display.job(f"{self.jobs_started} of {self.job_count}: {name}", unit=unit)
+        return self.display.job(f"{self.jobs_started} of {JOBS}: {name}", unit=unit)
 
-    def train_lora(self, name: str, slug: str, rows: Rows | None = None, **changes: Any) -> None:
-        """An adapter on the noisy demonstrations, or on some of them, in adapters/."""
+    def train_lora(self, name: str, slug: str, **changes: Any) -> None:
+        """An adapter on the noisy demonstrations, in adapters/."""
         folder, settings = self.folder / "adapters" / slug, replace(LORA, seed=self.seed, **changes)
-        base, rows = copy.deepcopy(self.base), self.rows if rows is None else rows
         with self.job(f"training LoRA ({slug})", "step") as job:
-            on_step = _make_step_callback(job, "nll")
-            result = train_adapter(base, self.tokenizer, rows, settings, run_folder=folder / "run", on_step=on_step)
+
+            def on_step(report: StepReport) -> None:
+                value = report.values.get("nll")
+                job(report.step, report.total, "" if value is None else f"nll {value:.3f}")
+
+            result = train_adapter(
+                copy.deepcopy(self.base),
+                self.tokenizer,
+                self.rows,
+                settings,
+                run_folder=folder / "run",
+                on_step=on_step,
+            )
         result.model.save_pretrained(str(folder))
         self.models[name] = result.model.eval().requires_grad_(False)
 
@@ -201,39 +194,6 @@ class QuickstartRun:
         """The gated adapter of a trial."""
         return self.folder / "gated" / "run" / TRIALS / trial.slug / GATED
 
-    def train_control(self, name: str, best: Trial) -> None:
-        """One of `CONTROLS` for the best range; random gates are drawn when they are scored."""
-        if name in (PER_MODULE, CE):
-            config = GateConfig(best.range.lower, best.range.upper, seed=self.seed)
-            config = replace(config, granularity="module") if name == PER_MODULE else config
-            self._train_gates(name, config, "ce" if name == CE else "entropy")
-        elif name != RANDOM:
-            own = {"objective": "entropy", "learning_rate": 5e-4, "weight_decay": 0.0} if name == ENTROPY else {}
-            more = {
-                "adapter": str(self.folder / "adapters" / "sft"),
-                "warmup_ratio": 0.0,
-                "max_steps": GATES.max_steps,
-                **own,
-            }
-            rows = self.rows.shuffled(self.seed).take(GATES.max_rows)  # those that the gates were trained on
-            self.train_lora(name, name.replace(" ", "-"), rows, **more)
-
-    def _train_gates(self, name: str, config: GateConfig, objective: Any) -> None:
-        model, settings = copy.deepcopy(self.models["adapter"]), replace(GATES, objective=objective, seed=self.seed)
-        place = self.gates[name] = self.folder / "controls" / name.replace(" ", "-").replace(",", "")
-        with self.job(f"training {name}", "step") as job:
-            on_step = _make_step_callback(job, "topk_entropy")
-            result = train_gates(
-                model, self.tokenizer, self.rows, config, settings, run_folder=place / "run", on_step=on_step
-            )
-        save_gates(
-            model,
-            place,
-            adapter_source=self.folder / "adapters" / "sft",
-            stop_token_ids=find_endings(self.tokenizer, model.generation_config).token_ids,
-            evidence=result.evidence(),
-        )
-
     def tasks(self, settings: QuickstartSettings) -> list[PreparedTask]:
         """The test questions, and what should not be forgotten."""
         tasks = []
@@ -253,9 +213,7 @@ def best_trial(calibrated: Calibrated, trials: Sequence[Trial]) -> Trial:
     return max(trials, key=lambda trial: rows.get(f"gated {trial.cell} greedy", -1.0))
 
 
-def build_variants(
-    made: QuickstartRun, calibrated: Calibrated, best: Trial, wanted: Sequence[str]
-) -> dict[ModelVariant, Any]:
+def build_variants(made: QuickstartRun, calibrated: Calibrated, best: Trial) -> dict[ModelVariant, Any]:
     """{variant: the model that it acts on}, the adapter first, as others refer to it."""
     adapter, gates = made.models["adapter"], str(made.gated_folder(best))
     rows = calibrated.evidence["selection"]["variants"]
@@ -267,14 +225,6 @@ def build_variants(
     models_by_variant[scales[best_scale["label"].rpartition(" ")[0]]] = adapter  # without " greedy" or " T=0.3"
     models_by_variant[ModelVariant("adapter", DFT)] = made.models[DFT]
     gated = ModelVariant("gated", gates=gates)
-    for name in wanted:
-        if CONTROLS[name] == "adapter":
-            models_by_variant[ModelVariant("adapter", name)] = made.models[name]
-        else:
-            seed = made.seed if name == RANDOM else None
-            models_by_variant[ModelVariant("gated", name, random=seed, gates=str(made.gates.get(name, gates)))] = (
-                adapter
-            )
     models_by_variant |= {
         gated: adapter,
         **{gated.with_temperature(temperature): adapter for temperature in LOWER_TEMPERATURES},
@@ -305,8 +255,7 @@ def evaluate_variants(
     run: QuickstartRun, variants: dict[ModelVariant, Any], tasks: list[PreparedTask]
 ) -> EvaluationRecord:
     """The evaluation of these variants, in the run folder; its record is in results.json."""
-    folder, controls = run.folder, {row.control for row in variants}
-    absent = "; ".join(name for name in CONTROLS if name not in controls)
+    folder = run.folder
     gated = next(one for one in variants if one.label == "gated")
     models = {"base": "base", "adapter": "adapters/sft"}
     with activate_variant(run.models["adapter"], gated, "adapter"):
@@ -325,7 +274,7 @@ def evaluate_variants(
         canary=canary_logit_diffs,
         seed=run.seed,
         range=resolve(str(gated.gates)).range,
-        notes=[CAVEAT, *([f"not run: {absent}; --controls full trains and scores them"] if absent else [])],
+        notes=[CAVEAT],
         engine_for=engine_for,
     )
     with run.job("sampling the test questions") as job:
@@ -334,10 +283,10 @@ def evaluate_variants(
 
 
 def control_statements(record: EvaluationRecord) -> list[str]:
-    """Are the gates above, below or not significantly different from DFT and each trained control? Paired by question."""
+    """Are the gates above, below or not significantly different from DFT? One sentence a task, paired by question."""
     statements = []
     for row in record.results:
-        if row.control != DFT and row.control not in CONTROLS:
+        if row.control != DFT:
             continue
         gated = record.find(row.task)
         gap = compare(*(np.array(one.question_scores)[:, None] for one in (gated, row)))
@@ -355,11 +304,3 @@ def _new_folder(wanted: Path) -> Path:
     folder = next(one for one in (wanted, *numbered) if not one.exists())
     folder.mkdir(parents=True)
     return folder
-
-
-def _make_step_callback(job: Job, key: str) -> Callable[[StepReport], None]:
-    def on_step(report: StepReport) -> None:
-        value = report.values.get(key)
-        job(report.step, report.total, "" if value is None else f"{key.replace('_', ' ')} {value:.3f}")
-
-    return on_step
