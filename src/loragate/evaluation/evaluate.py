@@ -506,7 +506,6 @@ def evaluate(
     variants: Sequence[ModelVariant],
     out: str | Path,
     *,
-    models: dict[str, str] | None = None,
     seed: int = 0,
     facts: dict[str, Any] | None = None,
     grading: GradingSettings | None = None,
@@ -523,7 +522,6 @@ def evaluate(
         variants: what is scored; others are compared with the variant "adapter" at the same temperature, where it is one of
             them.
         out: folder of the evaluation, new or empty, or begun with the same tasks and weights where `resume` is given.
-        models: names of base, adapter and gates for the record.
         seed: of the record; sampling has its own in each task's settings.
         facts: JSON-able; what else the scores depend on.
         resume: go on with what the folder holds; nothing on file is drawn again.
@@ -543,7 +541,7 @@ def evaluate(
         Path(out),
         list(tasks),
         list(variants),
-        models=models or {},
+        models={},
         canary=canary(model, tokenizer, tasks[0].prompts, kind, base=any(v.weights == "base" for v in variants)),
         seed=seed,
         identity=facts or {},

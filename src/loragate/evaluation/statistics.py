@@ -104,13 +104,13 @@ def average_at_k(scores: ArrayLike) -> Estimate:
     return Estimate(mean, stderr, low, high, *array.shape)
 
 
-def out_of_fold(means_QS: Array, seed: int = 0) -> Array:
+def out_of_fold(means_QS: Array) -> Array:
     """The score of every question [Q] by the column that is best on the other half of the questions.
 
     The mean of the best column on the very questions that picked it is flattered; the mean of these is not. Averaged over
     `HALVINGS` random halvings, so that it does not hang on one of them.
     """
-    count, generator = len(means_QS), np.random.default_rng(seed)
+    count, generator = len(means_QS), np.random.default_rng(0)
     found = np.zeros(count)
     for _ in range(HALVINGS):
         order = generator.permutation(count)

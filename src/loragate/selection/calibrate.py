@@ -36,6 +36,7 @@ from loragate.selection.trials import (
     attach_trained,
     copy_artifact,
     make_trials,
+    report_steps,
     save_artifact,
 )
 from loragate.selection_record import SelectionRecord, is_selection, read_selection_record
@@ -235,7 +236,8 @@ def train_without_selection(
     """Train one range and write it without evidence; on several processes only the main one writes."""
     require_no_artifact(out, context.origin.get("adapter_source"))
     count_gateable_modules(context, [trial])
-    evidence = context.fit(trial, out / "run", partial(on_event, "training", trial.cell), resume=resume)
+    on_step = report_steps(partial(on_event, "training", trial.cell))
+    evidence = context.fit(trial, out / "run", on_step, resume=resume)
     evidence["selection"] = {"range": [trial.range.lower, trial.range.upper], "reason": SKIPPED}
     if process_state().is_main_process:
         save_artifact(context, out, evidence)

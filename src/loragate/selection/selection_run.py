@@ -44,7 +44,7 @@ from loragate.gates.strength import layer_bands, lora_paths
 from loragate.selection.dev import GRADERS_AND_FORMS, RETENTION_TOKENS, DevSet, describe_form, estimate_max_new_tokens
 from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
 from loragate.selection.settings import require_one_process
-from loragate.selection.trials import FAILED, GATED, OnStep, Trial, TrialContext
+from loragate.selection.trials import FAILED, GATED, Trial, TrialContext, report_steps
 from loragate.selection_record import (
     FILE,
     DevInfo,
@@ -59,6 +59,7 @@ from loragate.selection_record import (
     count_unparsed_answers,
     format_choice_reason,
 )
+from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import template_hints
 from loragate.training.rows import encoded_fingerprint
 
@@ -270,7 +271,7 @@ class SelectionRun:
     def make_step_callback(self, trial: Trial) -> OnStep:
         """Reports the steps of a trial's training."""
         what = self.trial_label(trial)
-        return lambda done, total, note: self.report_progress("training", what, done, note)
+        return report_steps(lambda done, total, note: self.report_progress("training", what, done, note))
 
     def run_trial(self, trial: Trial) -> None:
         """Train a trial, and draw its greedy answers to the dev set; what is on file is only looked up.

@@ -36,15 +36,13 @@ from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES, copy_file, read_
 from loragate.gates.signed_map import range_around
 from loragate.gates.strength import overrides_by_module
 from loragate.training import GateTrainingSettings, train_gates, training_rows
-from loragate.training.callbacks import StepReport
+from loragate.training.callbacks import OnStep, StepReport
 from loragate.training.gate_training import check_start
 from loragate.training.settings import GATE_OBJECTIVES
 from loragate.validate import Seed, validate
 
 GATED, RUN, FAILED = "gated", "run", "failed.json"
 WAIT_S = 60.0  # for a worker that died to let go of a trial
-OnStep = Callable[[int, int, str], None]
-"""Called with (step, number of steps, note): the entropy in words."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +148,12 @@ class TrialContext:
         """Of the model; None where it has no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    def train(self, trial: Trial, folder: Path, on_step: OnStep | None = None, *, resume: bool = True) -> Path:
+    def train(self, trial: Trial, folder: Path, on_step: OnStep) -> Path:
         """Train a trial's gates, from where an earlier attempt was cut off; one that is finished is only looked up.
 
         Args:
             folder: of all trials.
             on_step: progress.
-            resume: whether a training that was begun there may be gone on with.
 
         Returns:
             The folder of the gated adapter.
@@ -175,7 +172,7 @@ class TrialContext:
                 raise DivergenceError(str(before["error"]))
             (place / FAILED).unlink(missing_ok=True)
             try:
-                evidence = self.fit(trial, place / RUN, on_step, resume=resume)
+                evidence = self.fit(trial, place / RUN, on_step)
                 shutil.rmtree(gated, ignore_errors=True)  # of an attempt that was cut off
                 save_artifact(self, gated, evidence)
                 share_files(gated / ADAPTER, folder / ADAPTER)
@@ -189,16 +186,8 @@ class TrialContext:
                     detach_gates(self.model)
         return gated
 
-    def fit(self, trial: Trial, run: Path, on_step: OnStep | None = None, *, resume: bool = True) -> dict[str, Any]:
+    def fit(self, trial: Trial, run: Path, on_step: OnStep, *, resume: bool = True) -> dict[str, Any]:
         """Train a trial's gates on the model, which is left gated; returns the evidence of `save_gates`."""
-        entropy: float | None = None
-
-        def report(step: StepReport) -> None:
-            nonlocal entropy
-            entropy = step.values.get("topk_entropy", entropy)
-            if on_step is not None:
-                on_step(step.step, step.total, "" if entropy is None else f"entropy {entropy:.3f}")
-
         examples, encoded = self.encoded(trial.seed)
         result = train_gates(
             self.model,
@@ -210,9 +199,21 @@ class TrialContext:
             heldout=self.heldout,
             run_folder=run,
             resume=resume and (run / "run.json").is_file(),
-            on_step=report,
+            on_step=on_step,
         )
         return result.evidence()
+
+
+def report_steps(report: Callable[[int, int, str], None]) -> OnStep:
+    """An `OnStep` that reports (step, number of steps, the last entropy in words)."""
+    entropy: float | None = None
+
+    def on_step(step: StepReport) -> None:
+        nonlocal entropy
+        entropy = step.values.get("topk_entropy", entropy)
+        report(step.step, step.total, "" if entropy is None else f"entropy {entropy:.3f}")
+
+    return on_step
 
 
 def save_artifact(

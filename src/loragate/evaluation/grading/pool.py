@@ -19,12 +19,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.evaluation.answers import Grade, extract_boxed_answers
 from loragate.evaluation.grading.default import UnjudgedError, verify_answer
 
-OnProgress = Callable[[int, int], None]
+if TYPE_CHECKING:
+    from loragate.generation import OnProgress
 
 
 @dataclass(frozen=True)
