@@ -48,3 +48,11 @@ def test_suites_are_covered(simulation: ModuleType) -> None:
     for part in ("average", "difference"):
         assert found[part]["coverage"] >= 0.92
     assert found["difference"]["p_at_most_0.05"] <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / repeats)
+
+
+@pytest.mark.slow("statistics")
+@pytest.mark.parametrize("tasks", ["three very hard tasks", "three nearly solved tasks"])
+def test_suites_are_covered_near_0_and_1(simulation: ModuleType, tasks: str) -> None:
+    found = simulation.suite_averages(simulation.HARD_SUITES[tasks], 1500, seed=1)
+    assert found["coverage"] >= 0.92
+    assert max(found["below"], found["above"]) <= 0.06, "the truth lies as often on either side"

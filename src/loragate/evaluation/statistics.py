@@ -23,9 +23,6 @@ from scipy.special import expit, logit, stdtr, stdtrit
 from loragate.errors import DataError
 
 CONFIDENCE = 0.95
-DRAWS = 10_000
-_CHUNK = 4_000_000
-"""Question draws held in memory at once by the bootstrap."""
 HALVINGS = 10  # of the questions, in `out_of_fold`
 WIDER = 1.2  # of the standard error of best against best, see `compare_out_of_fold`
 
@@ -94,14 +91,36 @@ def average_at_k(scores: ArrayLike) -> Estimate:
     Raises `DataError` for an array that is empty, not two-dimensional or not finite.
     """
     array = check_scores(scores, "scores")
-    shares = _in_unit_interval(array)
-    # infinite where scores are no shares: nothing is known of how far an unseen question could lie
-    lower, upper = (0.0, 1.0) if shares else (-math.inf, math.inf)
-    mean, stderr, low, high = t_interval(array.mean(axis=1), lower, upper)
-    if shares and stderr > 0 and 0 < mean < 1:
-        half = stdtrit(len(array) - 1, (1 + CONFIDENCE) / 2) * stderr / (mean * (1 - mean))
-        low, high = float(expit(logit(mean) - half)), float(expit(logit(mean) + half))
-    return Estimate(mean, stderr, low, high, *array.shape)
+    return Estimate(*_stratified_mean([array.mean(axis=1)], [_limits(array)], [1.0]), *array.shape)
+
+
+def _stratified_mean(
+    values: Sequence[Array], limits: Sequence[tuple[float, float]], weights: Sequence[float]
+) -> tuple[float, float, float, float]:
+    """Weighted mean of strata [B][Q], its standard error, and low and high of its 95 % interval; see `average_at_k`.
+
+    The degrees of freedom are Welch and Satterthwaite's, Q - 1 for a single stratum.
+
+    Args:
+        limits: (lowest, highest) that a question of the stratum can score.
+        weights: of the strata, which sum to 1.
+    """
+    strata = [t_interval(stratum, *limit) for stratum, limit in zip(values, limits, strict=True)]
+    mean = sum(weight * own for weight, (own, *_) in zip(weights, strata, strict=True))
+    errors = [weight * own for weight, (_, own, *_) in zip(weights, strata)]
+    stderr, low, high, shares = math.hypot(*errors), mean, mean, all(limit == (0, 1) for limit in limits)
+    if stderr > 0:
+        df = stderr**4 / sum(error**4 / max(len(stratum) - 1, 1) for error, stratum in zip(errors, values))
+        half = float(stdtrit(df, (1 + CONFIDENCE) / 2)) * stderr
+        low, high = mean - half, mean + half
+        if shares and 0 < mean < 1:
+            half /= mean * (1 - mean)
+            low, high = float(expit(logit(mean) - half)), float(expit(logit(mean) + half))
+    # what is not seen of strata without spread is independent of the others' error
+    flat = [(weight, one) for weight, one, error in zip(weights, strata, errors) if not error]
+    low = mean - math.hypot(mean - low, *(weight * (own - below) for weight, (own, _, below, _) in flat))
+    high = mean + math.hypot(high - mean, *(weight * (above - own) for weight, (own, _, _, above) in flat))
+    return mean, stderr, max(low, 0.0) if shares else low, min(high, 1.0) if shares else high
 
 
 def out_of_fold(means_QS: Array) -> Array:
@@ -245,6 +264,11 @@ def _in_unit_interval(array: Array) -> bool:
     return bool(((array >= 0) & (array <= 1)).all())
 
 
+def _limits(array: Array) -> tuple[float, float]:
+    """(lowest, highest) that a question can score; infinite where scores are no shares, as then nothing is known."""
+    return (0.0, 1.0) if _in_unit_interval(array) else (-math.inf, math.inf)
+
+
 def has_no_spread(values: Array) -> bool:
     """Whether all values [Q] are equal; means of equal scores can differ in the last bits, which is no spread."""
     return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
@@ -283,27 +307,20 @@ def suite_average(
     *,
     weights: Sequence[float] | None = None,
     names: Names | None = None,
-    seed: int = 0,
-    draws: int = DRAWS,
 ) -> SuiteEstimate:
     """Return the mean of the task means of B tables [Q, K], weighted by `weights` [B] that sum to 1; None: all count the same.
 
-    The standard error is the root of the sum of the tasks' squared standard errors, each times its weight. The 95 % interval
-    is that of a stratified bootstrap: in each of `draws` draws of `seed`, every task's questions are drawn anew with
-    replacement, Q - 1 of Q so that the variance is that of the unbiased estimate. A task whose questions all have the same
-    mean would add no width; the bounds that `average_at_k` gives it are added in quadrature. Tasks with scores in [0, 1] give
-    an interval within. Tasks that share questions by `names` are one task in this, so that a copy of a task adds no certainty.
+    The standard error is the root of the sum of the tasks' squared standard errors, each times its weight; the 95 % interval is
+    that of `average_at_k` with this error and Welch and Satterthwaite's degrees of freedom. A task whose questions all have the
+    same mean would add no width; the bounds that `average_at_k` gives it are added in quadrature. Tasks that share questions by
+    `names` are one task in this, so that a copy of a task adds no certainty.
 
     Raises `DataError` for a table that is empty, not two-dimensional or not finite.
     """
     tables = [check_scores(table, f"task {index}") for index, table in enumerate(tasks)]
-    are_unit_interval = [_in_unit_interval(table) for table in tables]
-    limits = [(0.0, 1.0) if inside else (-math.inf, math.inf) for inside in are_unit_interval]
-    values, limits, shared = _merge_shared_strata([table.mean(axis=1) for table in tables], limits, weights, names)
-    mean, stderr, low, high = _stratified_bootstrap(values, limits, shared, seed, draws)
-    if all(are_unit_interval):
-        low, high = max(low, 0.0), min(high, 1.0)
-    return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, values)))
+    means = [table.mean(axis=1) for table in tables]
+    values, limits, shared = _merge_shared_strata(means, list(map(_limits, tables)), weights, names)
+    return SuiteEstimate(*_stratified_mean(values, limits, shared), len(tables), sum(map(len, values)))
 
 
 def compare_suites(
@@ -410,48 +427,6 @@ def dft_rounded_mean(scores: ArrayLike) -> float:
     """
     columns = 100 * _verdicts(scores).mean(axis=0)
     return float(np.round(columns, 1).mean()) / 100
-
-
-def _stratified_bootstrap(
-    values: Sequence[Array],
-    limits: Sequence[tuple[float, float]],
-    shares: Sequence[float],
-    seed: int,
-    draws: int,
-) -> tuple[float, float, float, float]:
-    """Weighted mean of the strata's means, its standard error, and low and high.
-
-    Args:
-        values: [B][Q], of each stratum its own Q.
-        limits: (lowest, highest) that a question of the stratum can score; they bound a stratum without spread.
-        shares: weights of the strata, which sum to 1.
-    """
-    means = [float(stratum.mean()) for stratum in values]
-    mean = sum(share * own for share, own in zip(shares, means))
-    generator = np.random.default_rng(seed)
-    resampled = np.zeros(draws)
-    variance, unseen_low, unseen_high = 0.0, 0.0, 0.0
-    for share, stratum, own, limit in zip(shares, values, means, limits, strict=True):
-        if has_no_spread(stratum):
-            _, _, low, high = t_interval(stratum, *limit)
-            unseen_low += (share * (own - low)) ** 2
-            unseen_high += (share * (high - own)) ** 2
-            resampled += share * own
-        else:
-            variance += share**2 * float(stratum.var(ddof=1)) / len(stratum)
-            # Q - 1 drawn of Q: a mean over Q draws would vary by (Q - 1) / Q of the unbiased variance only
-            size = len(stratum) - 1
-            rows = max(1, _CHUNK // size)
-            for start in range(0, draws, rows):
-                drawn = generator.integers(0, len(stratum), (min(rows, draws - start), size))
-                resampled[start : start + rows] += share * stratum[drawn].mean(axis=1)
-    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return (
-        mean,
-        math.sqrt(variance),
-        mean - math.hypot(mean - low, math.sqrt(unseen_low)),
-        mean + math.hypot(high - mean, math.sqrt(unseen_high)),
-    )
 
 
 def _verdicts(scores: ArrayLike) -> Array:
