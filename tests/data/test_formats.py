@@ -236,6 +236,7 @@ def test_a_system_column_opens_the_conversation():
         ),
         ({"messages": [ASK, ANSWER], "problem": "2+2?", "source": "x"}, ["problem", "source"]),
         ({"prompt": "a", "completion": "b", "context": "c", "tools": [{"name": "d"}]}, ["context", "tools"]),
+        ({"prompt": "a: 1 or 2?", "completion": "1", "choices": ["1", "2"], "input": "<noinput>", "id": 3}, ["id"]),
         ({"prompt": [ASK], "completion": [ANSWER], "tools": [{"name": "d"}], "keep_mask": [1]}, []),
         (
             {"prompt": [ASK], "completion": [ANSWER], "system": "S", "context": "c", "input": "d"},

@@ -309,6 +309,29 @@ def test_what_is_better_at_one_temperature_is_not_where_the_other_has_a_better_o
         assert found("gated", verdict, 0.7).startswith("Use the plain adapter")
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "gap", "score"),
+    [
+        (("worse", 0.7), (0.05, 0.2), "t: gated greedy 71.0"),
+        (("better", 0.5), (-0.2, -0.05), "t: adapter T=0.3 61.0"),
+        (("worse", 0.5), (-0.2, -0.05), "t: adapter 30.0"),
+    ],
+)
+def test_the_score_of_the_banner_is_of_the_temperature_that_its_advice_is_about(verdicts, gap, score):
+    (verdict, other), versus = verdicts, {"mean": sum(gap) / 2, "low": gap[0], "high": gap[1], "p": 0.01}
+    found = banner(
+        evaluation_record(
+            row("adapter", 0.3, at_best={"temperature": 0.3, "score": estimate(0.6), "comparison": None}),
+            row("gated", 0.2, verdict=verdict, at_best={"temperature": 0.0, "score": estimate(other), "comparison": versus}),
+            row("adapter", 0.61, "T=0.3", temperature=0.3),
+            row("gated", 0.73, "λ=0.5 greedy", temperature=0.0),
+            row("gated", 0.71, "greedy", temperature=0.0),
+        )
+    )
+    assert found.score.startswith(score)
+    assert score.split(": ")[1].rsplit(" ", 1)[0] not in found.more[0].split(": ")[1].split(" %, ")[0]
+
+
 def record_of(tasks, average=()):
     """An evaluation's record of {task: verdict on the gates}; `average`: tasks with an average, on which the gates are better."""
     one = evaluation_record()

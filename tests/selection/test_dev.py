@@ -176,6 +176,13 @@ def test_a_system_message_of_all_rows_is_asked_with_and_what_nothing_reads_is_na
         found.prepare_task(tiny_tokenizer(), None, 3, system="none", answer_tokens=9, raw=True)
 
 
+def test_an_input_that_says_that_there_is_none_is_none():
+    given = [{"instruction": f"What is {i}?", "input": "<noinput>", "answer": i} for i in range(32)]
+    found = read_dev(given, EXACT)
+    assert found.questions.questions[3].prompt == "What is 3?"
+    assert not found.questions.warnings
+
+
 def test_an_answer_may_take_what_training_answers_take():
     def lengths(*given):
         return [{"labels": [-100] * 7 + [1] * length} for length in given]

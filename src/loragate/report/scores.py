@@ -332,12 +332,18 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
             f"; {f'on {where} ' if len(bases) > 1 else ''}{ahead} at the task's own temperature alone: at the best of each the "
             f"adapter has {best.said('the base')}"
         )
-    title, rows, key = next((one for one in every if one[0] in helped[:1]), every[0])
+    spoken_of = (helped or ([] if hurt else [*beaten]))[:1]
+    title, rows, key = next((one for one in every if one[0] in spoken_of), every[0])
     names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
     table = dict(zip(names, score_tables(record), strict=True))[title]
     own = {row["variant"]: row for row in rows if row["control"] is None}
     use_base = lost and not _has_gates(record) and title in lost
-    first = own.get("gated" if helped else "base" if use_base else "adapter") or rows[0]
+    chosen = "gated" if helped else "base" if use_base else "adapter"
+    first = own.get(chosen) or rows[0]
+    base_bests = {} if _has_gates(record) else {where: best for where, (_, best) in turned.items()}
+    if best_both := {**base_bests, **beaten, **risen}.get(title):  # advice about the best temperatures, with a score there
+        plain = [row for row in rows if row["variant"] == chosen and _is_plain(row)]
+        first = next((row for row in plain if {row["temperature"]} == best_both.temperatures[chosen]), first)
     score = f"{title}: {row_name(first)} {format_cell(share_cell(first[key]))} %"
     others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])
     listed = ", ".join(f"{row_name(row)} {percent(row[key]['mean'])} %" for row in others[:5])
@@ -380,6 +386,8 @@ class _Best(NamedTuple):
     compared: bool
     elsewhere: bool
     """Whether the adapter's best is not the temperature of the tasks."""
+    temperatures: dict[str, set[float]]
+    """The best of each, by its variant; several where tasks differ."""
 
     def said(self, other: str) -> str:
         unsure = ", no significant difference" if self.verdict == NOT_SHOWN else ""
@@ -395,20 +403,23 @@ def _best_of_both(record: Record, where: str, other: str) -> _Best | None:
     tasks = next((rows[0].get("tasks", ()) for title, rows in suites_of(record) if title == where), (where,))
     scores, versus = {"adapter": 0.0, other: 0.0}, None
     elsewhere = dict.fromkeys(scores, False)
+    best_at: dict[str, set[float]] = {name: set() for name in scores}
     for task in tasks:
         own = {row["variant"]: row for row in rows_of(record, task) if row["control"] is None}
         if not scores.keys() <= own.keys():
             return None
         for name in scores:
             best = own[name].get("at_best")
-            elsewhere[name] |= best is not None and best["temperature"] != heats[task]
+            heat = best["temperature"] if best else heats[task]
+            best_at[name].add(heat)
+            elsewhere[name] |= heat != heats[task]
             scores[name] += (best["score"] if best else own[name]["avg_at_k"])["mean"] / len(tasks)
             versus = best.get("comparison") if best and len(tasks) == 1 else None
     low, high = (versus["low"], versus["high"]) if versus else (scores[other] - scores["adapter"],) * 2
     verdict = "better" if low > 0 else "worse" if high < 0 else NOT_SHOWN
     if not any(elsewhere.values()):
         return None
-    return _Best(scores["adapter"], scores[other], verdict, versus is not None, elsewhere["adapter"])
+    return _Best(scores["adapter"], scores[other], verdict, versus is not None, elsewhere["adapter"], best_at)
 
 
 def _verdicts(every: list[tuple[str, list[Record], str]], variant: str = "gated") -> dict[str, str]:
