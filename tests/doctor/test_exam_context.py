@@ -60,7 +60,9 @@ def test_examples_are_asked_up_to_their_first_response_once_each(made):
     )
     exam = made(tokenizer, data=rows)
     yours = [ids for ids, one in zip(exam.prompt_ids, exam.prompts, strict=True) if one.kind == "yours"]
-    assert [exam.tokenizer.decode(ids) for ids in yours] == ["<unk> w1 w2 <user> w3 <assistant>"], "one question, asked once"
+    assert [exam.tokenizer.decode(ids) for ids in yours] == ["<unk> w1 w2 <user> w3 <assistant>"], (
+        "one question, asked once"
+    )
     assert "w1 w2" in exam.prompts[-1].text
     assert "w4" not in exam.prompts[-1].text
 

@@ -322,7 +322,12 @@ def test_the_score_of_the_banner_is_of_the_temperature_that_its_advice_is_about(
     found = banner(
         evaluation_record(
             row("adapter", 0.3, at_best={"temperature": 0.3, "score": estimate(0.6), "comparison": None}),
-            row("gated", 0.2, verdict=verdict, at_best={"temperature": 0.0, "score": estimate(other), "comparison": versus}),
+            row(
+                "gated",
+                0.2,
+                verdict=verdict,
+                at_best={"temperature": 0.0, "score": estimate(other), "comparison": versus},
+            ),
             row("adapter", 0.61, "T=0.3", temperature=0.3),
             row("gated", 0.73, "λ=0.5 greedy", temperature=0.0),
             row("gated", 0.71, "greedy", temperature=0.0),

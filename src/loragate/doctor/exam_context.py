@@ -37,7 +37,8 @@ from loragate.generation.engine import draw_samples, read_samples
 from loragate.losses.head import IGNORE_INDEX
 from loragate.models import Loaded, Loading, ModelSource, open_model
 from loragate.models.source import Kind
-from loragate.selection.dev import RETENTION_TOKENS, prompts_of, read_dev
+from loragate.selection.dev import RETENTION_TOKENS, read_dev
+from loragate.selection.overlap import prompts_of
 from loragate.selection.settings import DevSettings
 
 LEAST_ROWS = 8

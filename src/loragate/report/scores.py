@@ -341,7 +341,9 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     chosen = "gated" if helped else "base" if use_base else "adapter"
     first = own.get(chosen) or rows[0]
     base_bests = {} if _has_gates(record) else {where: best for where, (_, best) in turned.items()}
-    if best_both := {**base_bests, **beaten, **risen}.get(title):  # advice about the best temperatures, with a score there
+    if best_both := {**base_bests, **beaten, **risen}.get(
+        title
+    ):  # advice about the best temperatures, with a score there
         plain = [row for row in rows if row["variant"] == chosen and _is_plain(row)]
         first = next((row for row in plain if {row["temperature"]} == best_both.temperatures[chosen]), first)
     score = f"{title}: {row_name(first)} {format_cell(share_cell(first[key]))} %"
