@@ -56,7 +56,7 @@ CONTEXT = (
     "paragraph",
     "story",
 )
-NO_INPUT = ("<noinput>", "noinput")  # how Alpaca's rows, in small letters, write that there is no input
+NO_INPUT = ("<noinput>", "noinput", "<no input>", "no input", "nan")  # of Alpaca's rows and of pandas, in small letters
 CHOICES = ("choices", "options", "answer_choices", "endings", "A", "option_a")  # what a question lets choose from
 SYSTEM = ("system", "system_prompt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -282,7 +282,7 @@ def _content(content: Any, place: str) -> str:
     if not isinstance(content, list | tuple):
         return text_of(content, f"the content of {place}")
     blocks = []
-    for block in content:
+    for block in ({"text": one} if isinstance(one, str) else one for one in content):
         if not isinstance(block, Mapping) or block.get("text") is None or block.get("type", "text") not in TEXT_BLOCKS:
             kind = block.get("type") if isinstance(block, Mapping) else kind_of(block)
             raise DataError(
@@ -295,7 +295,8 @@ def _content(content: Any, place: str) -> str:
 def text_of(value: Any, name: str) -> str:
     """`value` if it is text that can be written as UTF-8, else DataError."""
     if not isinstance(value, str):
-        raise DataError(f"{name} is {kind_of(value)}, expected text")
+        remedy = f": write {value} between quotes" if type(value) in (int, float) else ""
+        raise DataError(f"{name} is {kind_of(value)}, expected text{remedy}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -372,8 +373,7 @@ def unused(row: Row, format: str) -> list[str]:
     groups = chosen.groups(row)
     read = {"keep_mask", *_switches_of(row), *(key for group in groups for key in group)}
     texts = all(isinstance(value, str) for group in groups for value in _pair_values(row, group))
-    # of a raw pair the options alone are looked at: whether they stand in its prompt
-    raw = RAW_PAIR in groups and texts
+    raw = RAW_PAIR in groups and texts  # of which the options alone are looked at: whether they stand in the prompt
     read |= {*CHOICES} if raw else {*chosen.besides, "tools", "functions", "chat_template_kwargs"}
     if not texts:  # context and history belong to a question that is text, and to no list of messages
         read -= {*CONTEXT, *CHOICES, "history"}
@@ -645,5 +645,6 @@ def _template_kwargs(row: Row) -> dict[str, Any] | None:
 
 
 def _key_list(row: Row) -> str:
-    keys = sorted(str(key) for key, value in row.items() if value is not None)
+    names = (str(key) for key, value in row.items() if value is not None)
+    keys = sorted(name if name == name.strip() else f"'{name}'" for name in names)
     return escape_controls(", ".join(keys[:20])) or "(none)"
