@@ -21,8 +21,8 @@ from loragate.analysis.gates import PAPER
 from loragate.display import duration
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
-from loragate.evaluation.settings import parse_constants
-from loragate.evaluation.variants import variants_for
+from loragate.evaluation.settings import parse_constants, parse_temperatures
+from loragate.evaluation.variants import control_temperatures, variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
 from loragate.models.loading import base_config
@@ -230,9 +230,10 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
     else:
         constants = parse_constants(str(options.get("constants", "0.5")))
-        wanted = variants_for(kind, options.get("controls", "cheap"), constants)
-        variants = [one.weights for one in wanted if one.temperature != 0]
-        greedy = [one.weights for one in wanted if one.temperature == 0]
+        controls = options.get("controls", "cheap")
+        names = [one.weights for one in variants_for(kind, controls, constants)]
+        heats = parse_temperatures(str(options.get("temperature", ""))) or [1.0, *control_temperatures(kind, controls)]
+        variants, greedy = names * sum(one > 0 for one in heats), names * heats.count(0)
     need = estimate(model, base=_stored_as(stage))
     parts = [
         (names, answers, limit)
