@@ -21,7 +21,7 @@ from loragate.analysis.gates import PAPER
 from loragate.display import duration
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
-from loragate.evaluation.settings import parse_constants, parse_temperatures
+from loragate.evaluation.settings import parse_constants
 from loragate.evaluation.variants import control_temperatures, variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
@@ -215,7 +215,7 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
     last = trained.get(str(options.get("model") or "").strip("{}"))
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
     # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
-    greedy: list[str] = []  # those that give one answer to each question
+    heats = [1.0]
     if "sweep" in options and str(options["sweep"]).strip("{}") not in trained:
         return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
@@ -231,9 +231,10 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
     else:
         constants = parse_constants(str(options.get("constants", "0.5")))
         controls = options.get("controls", "cheap")
-        names = [one.weights for one in variants_for(kind, controls, constants)]
-        heats = parse_temperatures(str(options.get("temperature", ""))) or [1.0, *control_temperatures(kind, controls)]
-        variants, greedy = names * sum(one > 0 for one in heats), names * heats.count(0)
+        variants = [one.weights for one in variants_for(kind, controls, constants)]
+        heats += control_temperatures(kind, controls)
+    heats = options_of(stage, stage.name).temperatures or heats
+    variants, greedy = variants * sum(heat > 0 for heat in heats), variants * heats.count(0)
     need = estimate(model, base=_stored_as(stage))
     parts = [
         (names, answers, limit)
