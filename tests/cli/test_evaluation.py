@@ -249,7 +249,9 @@ def test_every_variant_at_every_temperature_that_is_given_and_at_no_other(place,
     # best against best, one λ too, by the statistics that the record is made with
     found = {
         name: out_of_fold(
-            np.array([record.find("words", f"{name}{suffix}").question_scores for suffix in ("", " T=0.6", " greedy")]).T
+            np.array(
+                [record.find("words", f"{name}{suffix}").question_scores for suffix in ("", " T=0.6", " greedy")]
+            ).T
         )
         for name in names
     }

@@ -269,9 +269,7 @@ def test_the_explorer_begins_there(place):
 )
 def test_what_an_evaluation_adds_and_says(place, name, asked, controls, tasks, added, words):
     found = resolve(place / name)
-    loaded = SimpleNamespace(
-        kind=found.kind, model_source=found, recommended_temperature=found.recommended_temperature
-    )
+    loaded = SimpleNamespace(kind=found.kind, model_source=found, recommended_temperature=found.recommended_temperature)
     request = Request(str(place / name), place, TaskSettings(temperature=asked))
     plain = SimpleNamespace(harness=None)
     prepared = [SimpleNamespace(task=plain, sampling=SimpleNamespace(temperature=heat)) for heat in tasks]

@@ -103,7 +103,19 @@ def test_a_stopped_evaluation_of_a_sweep_goes_on_and_a_changed_cell_is_noticed(
 
 def test_cells_at_several_temperatures_meet_the_adapter_at_its_best(swept, tasks, tmp_path):
     out = tmp_path / "out"
-    line = ["eval", "--sweep", str(swept), "--tasks", tasks, "--limit", "4", "--temperature", "0.5,0", "--out", str(out)]
+    line = [
+        "eval",
+        "--sweep",
+        str(swept),
+        "--tasks",
+        tasks,
+        "--limit",
+        "4",
+        "--temperature",
+        "0.5,0",
+        "--out",
+        str(out),
+    ]
     assert main(line) == 0
     record = read_record(out / "results.json")
     labels = ["adapter", *(f"gated {name}" for name in CELLS)]

@@ -8,7 +8,8 @@ answers are taken to be as long as their limits; shorter ones cost less in propo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -171,10 +172,15 @@ def _stored_as(stage: Stage) -> Any:
     return "bfloat16" if dtype == "auto" else dtype
 
 
+def _trials(options: Mapping[str, Any]) -> int:
+    """How many gates, or adapters, a training stage trains."""
+    axes = (comma_list(str(options.get(name, ""))) for name in ("seeds", "objectives", "learning_rates"))
+    return math.prod((len(axis) or 1 for axis in axes), start=len(parse_ranges(options.get("ranges", "0,1"))))
+
+
 def _training(stage: Stage, model: Any, gpu: Gpu) -> Cost:
     options, need = stage.options, estimate_of(stage, model)
-    runs = len(parse_ranges(options["ranges"])) if "ranges" in options else 1
-    runs *= len(comma_list(str(options.get("seeds", "")))) or 1
+    runs = _trials(options)
     processes = int(options.get("processes") or 1)
     sharded = need.weights * (1 - 1 / processes) if options.get("strategy") == "fsdp2" else 0.0
     hours = _hours(runs * need.flops * _tokens(stage) / processes, gpu)
@@ -220,7 +226,7 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
         cells = trained[str(options["sweep"]).strip("{}")].options
-        variants = ["adapter"] + ["gated"] * len(parse_ranges(cells["ranges"])) * len(comma_list(str(cells["seeds"])))
+        variants = ["adapter"] + ["gated"] * _trials(cells)
     elif what == "interventions":
         variants = ["adapter", "base", "gated"] + ["gated"] * (
             len(comma_list(str(options.get("interventions", "")))) or len(PAPER) - 1

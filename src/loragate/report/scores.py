@@ -40,7 +40,7 @@ COLUMNS = (
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
 RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 """In the label of gates that are one of several; it begins that of a sweep's cell."""
-CELL = re.compile(rf"{RANGE.pattern}( ce)?(, seed \d+)?")
+CELL = re.compile(rf"{RANGE.pattern}( ce)?( lr=[\d.e+-]+)?(, seed \d+)?")
 """The whole label of a sweep's cell; one with more behind it, such as "[-6,3] noreverse", is trained gates changed afterwards."""
 SAMPLED = re.compile(rf"greedy|T=[\d.]+|({CELL.pattern}|(\w+ )?λ=[-\d.]+)( greedy| T=[\d.]+)?")
 """What may follow base, adapter or gates in a label that is no control of its own: a range, a temperature, one λ."""

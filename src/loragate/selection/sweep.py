@@ -1,4 +1,4 @@
-"""A grid of ranges, objectives and seeds: the path of `calibrate` with many trials, on Ray or one after the other.
+"""A grid of ranges, learning rates, objectives and seeds: the path of `calibrate` with many trials, on Ray or one after the other.
 
     <folder>/          a `SelectionRun` (`selection_run.py`): run.json, trials/, dev/, selection.json
     <folder>/selection.md, heatmap*.png
