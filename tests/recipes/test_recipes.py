@@ -358,7 +358,7 @@ def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     )
     two = costs(read_recipe("math/qwen2.5-math-1.5b/controls", {"eval.temperature": [0.3, 0]}))["eval"]
     assert f"{9 * 17 * 1516:,} answers of at most" in two.memory
-    with pytest.raises(ConfigError, match="--temperature 0.3,-1: found -1, expected numbers from 0"):
+    with pytest.raises(ConfigError, match=r"--temperature 0\.3,-1: found -1, expected numbers from 0"):
         costs(read_recipe("math/qwen2.5-math-1.5b/controls", {"eval.temperature": "0.3,-1"}))
     scale = costs(read_recipe("math/qwen2.5-math-1.5b/scale-auto"))
     look = costs(read_recipe("math/qwen2.5-math-1.5b/delta-entropy"))["diagnose"]

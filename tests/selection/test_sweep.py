@@ -119,6 +119,8 @@ def test_learning_rates_are_an_axis_whose_cells_are_compared_apart(place, tmp_pa
     out = tmp_path / "out"
     argv = arguments(place, out, "--runner", "sequential", "--learning-rates", "0.05,1e-3", seeds="0,1")
     del argv[argv.index("--learning-rate") : argv.index("--learning-rate") + 2]
+    with pytest.raises(ConfigError, match="--learning-rates: expected numbers separated by commas"):
+        sweep([*argv[:-1], "1e-3,x"])
     assert sweep(argv) == 0
     read = lambda path: json.loads(path.read_text())  # noqa: E731
     for rate in (0.05, 0.001):
@@ -165,8 +167,7 @@ def test_another_sweep_is_not_resumed(place, swept):
         (["--seeds", "0,x"], "whole numbers"),
         (["--seeds", "3,3"], "seed 3 is given twice"),
         (["--seeds", "3,-1"], "seed: it must be at least 0, found -1"),
-        (["--learning-rates", "1e-3,x"], "--learning-rates: expected numbers separated by commas"),
-        (["--learning-rates", "1e-3"], "--learning-rate has no effect with --learning-rates"),
+        (["--learning-rates", "1e-3"], "--learning-rate has no effect with learning_rates 1e-3"),
         (["--dev-data", "nowhere.jsonl"], "found no file"),
         (["--runner", "sequential", "--workers", "4"], "--workers has no effect with runner sequential"),
         (["--granularity", "tokens"], "--granularity"),

@@ -1,4 +1,4 @@
-"""`loragate sweep`: any grid of ranges × learning rates × objectives × seeds, in sequence or on Ray, and what the dev set makes of it."""
+"""`loragate sweep`: any grid of ranges × learning rates × objectives × seeds, in sequence or on Ray, and what is chosen."""
 
 from __future__ import annotations
 

@@ -173,8 +173,8 @@ def prepare(
     """Render a task's prompts and settle how its answers are sampled.
 
     Args:
-        settings: their samples, highest temperature and token limit stand in place of the task's own, but suites of the harness are
-            answered greedily.
+        settings: their samples, highest temperature and token limit stand in place of the task's own, but suites of the harness
+            are answered greedily.
         positions: of the model; answers to prompts that leave fewer than the token limit get what is left, with a warning.
             A prompt of the harness is cut at its beginning where it would leave less than a quarter of them, or where an
             option of it that is compared would not fit.

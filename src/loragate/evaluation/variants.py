@@ -113,7 +113,7 @@ def variants_for(
     constants: Sequence[float | str] = (0.5,),
     unreached: str = "",
 ) -> list[ModelVariant]:
-    """The variants of a base model, a plain adapter or a gated adapter, at the temperature of the tasks (`at_temperatures` adds others).
+    """The variants of a base model, a plain adapter or a gated adapter at the temperature of the tasks; `at_temperatures` adds others.
 
     The adapter comes first, as others refer to it.
 
