@@ -113,9 +113,9 @@ def variants_for(
     constants: Sequence[float | str] = (0.5,),
     unreached: str = "",
 ) -> list[ModelVariant]:
-    """The variants of a base model, a plain adapter or a gated adapter at the temperature of the tasks; `at_temperatures` adds others.
+    """The variants of a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
 
-    The adapter comes first, as others refer to it.
+    All are at the temperature of the tasks; `at_temperatures` adds others.
 
     Args:
         kind: what was loaded.
