@@ -129,7 +129,7 @@ class PreparedTask(Questions):
         return tuple(question.prompt for question in self.questions)
 
     def info(self, grader: str = "", pattern: str = "") -> TaskInfo:
-        """What the task is, judged by `grader`, for records; "" before that is known.
+        """What the task is, judged by `grader`, for records; before that is known it names the task's own.
 
         Args:
             pattern: of the grader regex.
@@ -143,7 +143,7 @@ class PreparedTask(Questions):
             prompt_sha256=hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
             dataset=self.source,
             dataset_revision=self.revision,
-            grader=f"{grader} {detail}" if grader and detail else grader,
+            grader=f"{grader} {detail}" if grader and detail else grader or self.task.grader,
             grader_version=grader_version(grader) if grader else "",
             sampling=self.sampling,
         )
