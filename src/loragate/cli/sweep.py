@@ -58,7 +58,7 @@ def run(options: SweepOptions) -> int:
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
     try:
-        rates = [float(part) for part in comma_list(options.learning_rates)] or [None]
+        rates = [float(part) for part in comma_list(options.learning_rates)]
     except ValueError:
         raise ConfigError(
             f"--learning-rates: expected numbers separated by commas, such as 1e-4,5e-4, found {options.learning_rates!r}"
@@ -69,7 +69,7 @@ def run(options: SweepOptions) -> int:
     from loragate.selection.trials import Trial, make_trials
     from loragate.training.rows import read_rows
 
-    trials = make_trials(parse_ranges(options.ranges), comma_list(options.objectives), seeds, rates)
+    trials = make_trials(parse_ranges(options.ranges), comma_list(options.objectives), seeds, rates or (None,))
     sweep = Sweep(
         options.adapter,
         partial(read_rows, replace(options, data=absolute_if_exists(options.data)), options.max_rows),

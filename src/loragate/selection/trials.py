@@ -100,8 +100,8 @@ class Trial:
 
     def training(self, settings: GateTrainingSettings) -> GateTrainingSettings:
         """Its settings."""
-        own = {"objective": self.objective, "seed": self.seed, "learning_rate": self.learning_rate}
-        return replace(settings, **{name: value for name, value in own.items() if value is not None})
+        rate = settings.learning_rate if self.learning_rate is None else self.learning_rate
+        return replace(settings, objective=self.objective, seed=self.seed, learning_rate=rate)  # type: ignore[arg-type]
 
 
 def make_trials(
@@ -127,8 +127,8 @@ def make_trials(
     for objective in objectives:
         if objective not in GATE_OBJECTIVES:
             raise ConfigError(f"unknown objective {objective!r}{nearest(objective, GATE_OBJECTIVES)}")
-    for rate in learning_rates:
-        validate(PositiveFloat | None, rate, "learning rate")
+    for rate in (one for one in learning_rates if one is not None):
+        validate(PositiveFloat, rate, "learning rate")
     return tuple(
         Trial(one, objective, seed, rate)
         for objective in objectives
