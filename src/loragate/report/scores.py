@@ -40,9 +40,9 @@ COLUMNS = (
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
 RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 """In the label of gates that are one of several; it begins that of a sweep's cell."""
-CELL = re.compile(rf"{RANGE.pattern}( ce)?(, seed \d+)?( greedy| T=[\d.]+)?")
+CELL = re.compile(rf"{RANGE.pattern}( ce)?( lr=[\d.e+-]+)?(, seed \d+)?")
 """The whole label of a sweep's cell; one with more behind it, such as "[-6,3] noreverse", is trained gates changed afterwards."""
-SAMPLED = re.compile(rf"{CELL.pattern}|greedy|T=[\d.]+|(\w+ )?λ=[-\d.]+( greedy| T=[\d.]+)?")
+SAMPLED = re.compile(rf"greedy|T=[\d.]+|({CELL.pattern}|(\w+ )?λ=[-\d.]+)( greedy| T=[\d.]+)?")
 """What may follow base, adapter or gates in a label that is no control of its own: a range, a temperature, one λ."""
 NO_CHOICE = "a test may not choose among them"
 NOT_SHOWN = "no difference shown"
@@ -52,7 +52,7 @@ VERDICTS = {"better": "significantly better than the adapter", "worse": "signifi
 def caption(record: Record) -> str:
     """What the columns mean, and what was done."""
     text = (
-        "Ranges are 95 % intervals over questions; vs adapter is paired by question, base and gates at a lower temperature "
+        "Ranges are 95 % intervals over questions; vs adapter is paired by question, at another temperature than the task's "
         "against the adapter there; its p, interval and verdict are after Holm's adjustment over all comparisons. Cut off: "
         "answers that met the length limit; below it, where it differs, no EOS: answers without an end of sequence. No answer: "
         "nothing that could be judged was found, for whatever reason. Tokens and entropy (nats per token): means over the answers."
@@ -154,9 +154,11 @@ def compared_rows(record: Record) -> list[tuple[str, list[Record], str]]:
     return suites + [(name, rows_of(record, name), "avg_at_k") for name in alone]
 
 
-def _cells(rows: list[Record]) -> tuple[int, int, int]:
-    """(number of gated rows that are a cell of a sweep, of those significantly better, significantly worse)."""
-    said = [row["verdict"] for row in rows if row["variant"] == "gated" and CELL.fullmatch(row["control"] or "")]
+def _cells(rows: list[Record], temperature: float | None = None) -> tuple[int, int, int]:
+    """(number of cells of a sweep at this temperature or the task's, of those significantly better, significantly worse)."""
+    at = "" if temperature is None else f" {temperature_label(temperature)}"
+    names = [(row["control"] or "", row["verdict"]) for row in rows if row["variant"] == "gated"]
+    said = [verdict for name, verdict in names if name.endswith(at) and CELL.fullmatch(name.removesuffix(at))]
     return len(said), said.count("better"), said.count("worse")
 
 
@@ -173,33 +175,31 @@ def evaluation_statements(record: Record) -> list[str]:
     statements, is_entropy_lower = [], False
     gates = " ".join(filter(None, ("gated", own_range(record))))
     for task in record["tasks"]:
-        rows = rows_of(record, task["name"])
+        rows, own = rows_of(record, task["name"]), temperature_label(task["sampling"]["temperature"])
         # the plain adapter, by its temperature
         adapters = {row["temperature"]: row for row in rows if row["variant"] == "adapter" and _is_plain(row)}
         for row in rows:
-            # at a lower temperature gates are compared with the adapter there; random gates are a control
-            has_own_temperature = row["temperature"] is not None
-            if row["variant"] != "gated" or (row["control"] is not None and not has_own_temperature):
+            # at another temperature gates are compared with the adapter there
+            if row["variant"] != "gated" or not _is_plain(row):
                 continue
-            temperature = row["control"] if has_own_temperature else temperature_label(task["sampling"]["temperature"])
-            where = f"On {task['name']}, {temperature}"
+            where = f"On {task['name']}, {row['control'] or own}"
             versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
                 continue
-            name = "gated" if RANGE.match(row["control"] or "") else gates
-            statements.append(f"{where}, {_verdict_in_words(name, row, adapter)}.")
-            if not has_own_temperature:
+            statements.append(f"{where}, {_verdict_in_words(gates, row, adapter)}.")
+            if row["temperature"] is None:
                 statements += [f"{where}, {line}" for line in _confounder_lines(row, adapter, rows)]
                 is_entropy_lower |= (
                     None not in (row["entropy"], adapter["entropy"]) and row["entropy"] < adapter["entropy"]
                 )
-        if (cells := _cells([row for row in rows if row["temperature"] is None]))[0]:
-            statements.append(f"On {task['name']}, {_cells_in_words(cells)}; {NO_CHOICE}.")
+        for temperature in dict.fromkeys(row["temperature"] for row in rows):
+            if (cells := _cells(rows, temperature))[0]:
+                at = own if temperature is None else temperature_label(temperature)
+                statements.append(f"On {task['name']}, {at}, {_cells_in_words(cells)}; {NO_CHOICE}.")
         base = next((row for row in rows if row["variant"] == "base" and row["control"] is None), None)
         if base and base["comparison"] and None in adapters and (base["verdict"] == "better" or not _has_gates(record)):
-            where = f"On {task['name']}, {temperature_label(task['sampling']['temperature'])}"
-            statements.append(f"{where}, {_verdict_in_words('the base', base, adapters[None])}.")
+            statements.append(f"On {task['name']}, {own}, {_verdict_in_words('the base', base, adapters[None])}.")
     if is_entropy_lower:
         statements.append("Gates are trained for low entropy, which does not show that answers are right.")
     return statements

@@ -88,7 +88,7 @@ class DevSet:
             )
         limit = self.settings.dev_max_new_tokens or answer_tokens
         # every variant says its temperature; the task's own is never used
-        how = TaskSettings(samples=self.settings.dev_samples, temperature=1.0, max_new_tokens=limit, seed=seed)
+        how = TaskSettings(samples=self.settings.dev_samples, temperature="1", max_new_tokens=limit, seed=seed)
         return prepare(task, self.questions, tokenizer, how, positions, system)
 
 
