@@ -10,16 +10,20 @@ from loragate.selection import Trial
 
 
 @pytest.mark.parametrize(
-    ("scores", "stands"),
-    [([0.85, 0.95], "below"), ([0.05, 0.15], "above"), ([0.1, 0.9], "not significantly different from")],
+    ("scores", "stands", "points"),
+    [
+        ([0.85, 0.95], "below", "-40.0"),
+        ([0.05, 0.15], "above", "+40.0"),
+        ([0.1, 0.9], "not significantly different from", "0.0"),
+    ],
 )
-def test_the_gates_are_compared_with_dft(scores, stands):
+def test_the_gates_are_compared_with_dft(scores, stands, points):
     """Paired by question; a range or an intervention is no control."""
     gated = SimpleNamespace(question_scores=[0.5] * 10)
     table = {DFT: scores * 5, "[0,1]": [0.0] * 10, None: [0.5] * 10}
     rows = [SimpleNamespace(task="t", control=name, label=name, question_scores=each) for name, each in table.items()]
     (said,) = control_statements(SimpleNamespace(results=rows, find=lambda task: gated))
-    assert said.startswith(f"On t, gated is {stands} the control DFT ({100 * (0.5 - sum(scores) / 2):+.1f} points")
+    assert said.startswith(f"On t, gated is {stands} the control DFT ({points} points")
 
 
 @pytest.mark.parametrize(
