@@ -29,13 +29,16 @@ from loragate.gates.schema import (
     ADAPTER_WEIGHTS,
     CARD,
     KEYS_NEEDING_MODEL,
+    LICENSES,
     PREFIX,
     TOKENIZER,
     adapter_files,
     copy_file,
     factor_of,
     given_away,
+    is_named,
     lora_scaling,
+    own_tokenizer,
     read_adapter,
     read_adapter_config,
     write_factors,
@@ -51,6 +54,7 @@ from loragate.models.output_difference import (
     is_base_available_offline,
     make_probe_prompts,
     require_agreement,
+    write_tokenizer,
 )
 from loragate.models.runtimes import RUNTIMES
 from loragate.models.settings import Loading
@@ -157,8 +161,12 @@ def export_adapter(
             )
         agreement, left = None, tuple[str, ...]()
         if to == "merged":
-            open_tokenizer(place, loading).save_pretrained(str(folder))
+            tokenizer = open_tokenizer(place, loading)  # before the weights, which may take an hour
             agreement = merge_and_save(place.base, plain, folder, loading, called=str(place.ref))
+            if otherwise := write_tokenizer(tokenizer, folder):
+                raise ArtifactError(
+                    f"{otherwise}. Nothing was kept; export the adapter in another form, or serve it unmerged"
+                )
             if temperature is not None:  # beside what ends an answer
                 write_json(folder / SAMPLING, with_recommended(read_json(folder / SAMPLING), temperature))
         elif to in RUNTIMES:
@@ -200,10 +208,12 @@ def export_adapter(
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
     """What is for others beside factors and configuration; a tokenizer in a folder of its own lies beside the factors then."""
     kept = [name for name in given_away(adapter) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD)]
+    if own_tokenizer(adapter) == adapter / TOKENIZER:  # or files that it has not, of another tokenizer, would be read with it
+        others = (SAMPLING, *LICENSES, "*processor_config.json")
+        kept = [name for name in kept if name.startswith(f"{TOKENIZER}/") or is_named(name, others)]
     if not keep_sampling and exported_sampling(read_json(adapter / SAMPLING)):
         kept.remove(SAMPLING)  # that of other λ, which an earlier export folded
-    # the own folder last: its tokenizer is the one that is used
-    for name in sorted(kept, key=lambda name: name.startswith(f"{TOKENIZER}/")):
+    for name in kept:
         copy_file(adapter / name, folder / name.removeprefix(f"{TOKENIZER}/"))
 
 
