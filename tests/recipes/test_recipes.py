@@ -368,6 +368,8 @@ def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     few = {"retention.suite": None, "retention.tasks": "bbh_zeroshot,mmlu_pro", "retention.limit": 2}
     kept = costs(read_recipe("math/qwen2.5-math-1.5b/lora", few))["retention"]
     assert f"{2 * (27 + 14)} answers" in kept.memory, "a limit is of each subset"
+    controlled = costs(read_recipe("math/qwen2.5-math-1.5b/lora", {**few, "retention.controls": "cheap"}))["retention"]
+    assert f"{2 * 2 * (27 + 14)} answers" in controlled.memory, "adapter and base, without controls"
 
 
 def test_memory_follows_the_dtype_of_the_base():

@@ -203,7 +203,7 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         if not sources:
             return Cost("memory unknown, as its answers are not of this recipe", None)
         (source,) = sources
-        work = _work(source)
+        work = [figures for _, *figures in _work(source)]
         # nothing is kept for a way back: one layer at a time, as where a training recomputes them
         rows, longest = int(options.get("batch_size") or 1), max(limit for _, _, limit in work)
         read = estimate(model, base=_stored_as(stage), sequence=longest, rows=rows, gradient_checkpointing=True)
@@ -220,25 +220,26 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
         cells = trained[str(options["sweep"]).strip("{}")].options
-        variants = ["adapter"] + ["gated"] * len(parse_ranges(cells["ranges"])) * len(comma_list(str(cells["seeds"])))
+        plain = ["adapter"]
+        controls = ["gated"] * len(parse_ranges(cells["ranges"])) * len(comma_list(str(cells["seeds"])))
     elif what == "interventions":
-        variants = ["adapter", "base", "gated"] + ["gated"] * (
-            len(comma_list(str(options.get("interventions", "")))) or len(PAPER) - 1
-        )
+        plain = ["adapter", "base", "gated"]
+        controls = ["gated"] * (len(comma_list(str(options.get("interventions", "")))) or len(PAPER) - 1)
     elif what == "entropy":
-        suppressed = comma_list(str(options.get("suppress", "negative,positive")))
-        variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
+        plain = ["adapter", "base"]
+        controls = ["suppressed"] * len(comma_list(str(options.get("suppress", "negative,positive"))))
     else:
         constants = parse_constants(str(options.get("constants", "0.5")))
         wanted = variants_for(kind, options.get("controls", "cheap"), constants)
-        variants = [one.weights for one in wanted if one.temperature != 0]
+        plain = [one.weights for one in wanted if one.control is None]
+        controls = [one.weights for one in wanted if one.control is not None and one.temperature != 0]
         greedy = [one.weights for one in wanted if one.temperature == 0]
     need = estimate(model, base=_stored_as(stage))
-    parts = [
-        (names, answers, limit)
-        for questions, samples, limit in work
-        for names, answers in ((variants, questions * samples), (greedy, questions))
-    ]
+    parts: list[tuple[list[str], int, int]] = []
+    for is_harness, questions, samples, limit in work:
+        # suites of the harness have no controls
+        parts.append((plain if is_harness else plain + controls, questions * samples, limit))
+        parts += [] if is_harness else [(greedy, questions, limit)]
     drawn, longest = sum(len(names) * answers for names, answers, _ in parts), max(limit for _, _, limit in parts)
     said = f"{drawn:,} answers of at most {longest:,} tokens"
     seconds = 0.0
@@ -259,12 +260,12 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
     return Cost(f"{memory}; {said}", seconds / 3600, needed)
 
 
-def _work(stage: Stage) -> list[tuple[int, int, int]]:
-    """(questions, samples of each, token limit) of each task of an evaluation."""
+def _work(stage: Stage) -> list[tuple[bool, int, int, int]]:
+    """(whether it is of the harness, questions, samples of each, token limit) of each task of an evaluation."""
     options, found = stage.options, []
     for task in select_tasks(options_of(stage, stage.name)):
         own, rows, subsets = task.generation, task.dataset.rows or 0, len(task.harness.subsets) if task.harness else 0
         limit = int(options.get("limit") or rows) * max(1, subsets)  # it is of each subset
         samples = own.samples if task.harness else int(options.get("samples") or own.samples)
-        found.append((min(rows, limit), samples, int(options.get("max_new_tokens") or own.max_new_tokens)))
+        found.append((task.harness is not None, min(rows, limit), samples, int(options.get("max_new_tokens") or own.max_new_tokens)))
     return found
