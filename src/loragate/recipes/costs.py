@@ -95,9 +95,12 @@ def _cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu) -> Cost:
     if stage.command in TRAINS:
         return _training(stage, model, gpu)
     if stage.command == "mask":
-        read = estimate(model, sequence=int(stage.options["max_length"]), base=_stored_as(stage))
-        memory = f"two models of {read.weights / GIB:.1f} GiB"
-        return Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu), 2 * read.weights + GIB)
+        # base and reference, one after the other; nothing is kept for a way back
+        longest, rows = int(stage.options["max_length"]), int(stage.options["per_device_train_batch_size"])
+        read = estimate(model, base=_stored_as(stage), sequence=longest, rows=rows, gradient_checkpointing=True)
+        needed = read.weights + read.activations + GIB
+        memory = f"about {needed / GIB:.1f} GiB of GPU memory, one model at a time"
+        return Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu), needed)
     return _generation_cost(stage, before, model, gpu)
 
 
