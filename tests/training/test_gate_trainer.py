@@ -164,7 +164,7 @@ def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
 
 
 def test_activations_are_not_moved_off_a_cpu(tmp_path):
-    with pytest.raises(ConfigError, match="activation_offloading .* runs on the CPU: leave it out"):
+    with pytest.raises(ConfigError, match=r"activation_offloading .* runs on the CPU: leave it out"):
         arguments(tmp_path, activation_offloading=True)
 
 

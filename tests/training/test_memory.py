@@ -140,7 +140,15 @@ def test_the_largest_pass_that_fits_is_taken(monkeypatch):
     model = tiny_adapter()
     need = {
         rows: memory.pass_memory(
-            model.get_base_model(), rows, 64, None, gates=True, autocast=False, checkpointing=False, k=8, passes=24 // rows
+            model.get_base_model(),
+            rows,
+            64,
+            None,
+            gates=True,
+            autocast=False,
+            checkpointing=False,
+            k=8,
+            passes=24 // rows,
         )
         for rows in (8, 6, 4, 3)
     }

@@ -208,7 +208,8 @@ def export_adapter(
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
     """What is for others beside factors and configuration; a tokenizer in a folder of its own lies beside the factors then."""
     kept = [name for name in given_away(adapter) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD)]
-    if own_tokenizer(adapter) == adapter / TOKENIZER:  # or files that it has not, of another tokenizer, would be read with it
+    # else files that the own folder does not have, of another tokenizer, would be read with it
+    if own_tokenizer(adapter) == adapter / TOKENIZER:
         others = (SAMPLING, *LICENSES, "*processor_config.json")
         kept = [name for name in kept if name.startswith(f"{TOKENIZER}/") or is_named(name, others)]
     if not keep_sampling and exported_sampling(read_json(adapter / SAMPLING)):

@@ -270,5 +270,6 @@ def _work(stage: Stage) -> list[tuple[bool, int, int, int]]:
         own, rows, subsets = task.generation, task.dataset.rows or 0, len(task.harness.subsets) if task.harness else 0
         limit = int(options.get("limit") or rows) * max(1, subsets)  # it is of each subset
         samples = own.samples if task.harness else int(options.get("samples") or own.samples)
-        found.append((task.harness is not None, min(rows, limit), samples, int(options.get("max_new_tokens") or own.max_new_tokens)))
+        longest = int(options.get("max_new_tokens") or own.max_new_tokens)
+        found.append((task.harness is not None, min(rows, limit), samples, longest))
     return found

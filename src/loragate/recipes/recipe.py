@@ -246,9 +246,8 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         takes_base = one.command in ("sft", "mask") or stages[one.name].options.get("model") == merged["model"]
         if takes_base and (found := one.options.get("model")) != merged["model"]:
             raise ConfigError(
-                f"{name}: stage '{one.name}' has the model {found}, and the recipe {merged['model']}, of which its chat template, "
-                f"its memory and hours and the other stages are. Change it for all: --set model={found}, or `model:` at the top of "
-                "a file of your own"
+                f"{name}: stage '{one.name}' has the model {found}, and the recipe {merged['model']}: chat template, estimate and "
+                f"other stages would stay with that. Change it for all: --set model={found}, or `model:` at the top of a file"
             )
     # a method names its tables for a domain, where the paper's own backbones are meant, or for one of them
     tables = {} if own else merged.get("tables", {})

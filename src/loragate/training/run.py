@@ -26,6 +26,7 @@ from loragate.training.trainer import StatisticsTrainer
 
 logger = logging.getLogger("loragate")
 
+
 @dataclass(frozen=True)
 class TrainingOutcome:
     """What a run leaves behind.
