@@ -85,7 +85,7 @@ def test_another_form_of_prompts_is_named(place, tmp_path, capsys):
         run(*evaluated, "--out", tmp_path / f"{name}-scores")
         out = " ".join(capsys.readouterr().out.split())
         assert (words in out, "was chosen on" in out) == (True, bool(words))
-    settings = ServerSettings(model=str(tmp_path / "raw"), adapters=(f"more={tmp_path / 'chat'}",))
+    settings = ServerSettings(model=str(tmp_path / "raw"), adapters=f"more={tmp_path / 'chat'}")
     print_forms(served_adapters(settings)[1], tiny_tokenizer(), "none")
     out = " ".join(capsys.readouterr().out.split())
     assert "warning: gated was chosen on questions asked as plain text" in out

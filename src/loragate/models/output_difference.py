@@ -8,7 +8,6 @@ A tokenizer is read by a class that transformers chooses by the model beside it,
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -162,7 +161,7 @@ def _read_otherwise(tokenizer: Any, folder: Path) -> str:
     for text in (*TEXTS, tokenizer.decode(drawn), " ".join(tokenizer.all_special_tokens)):
         expected, ids = (one(text)["input_ids"] for one in (tokenizer, read))
         if expected != ids:
-            at = len(os.path.commonprefix([expected, ids]))
+            at = [*(own == other for own, other in zip(expected, ids)), False].index(False)
             return (
                 f"{folder}: AutoTokenizer reads other token ids from the tokenizer that was written ({type(read).__name__}) than "
                 f"the given one ({type(tokenizer).__name__}): {ids[at : at + 5]} and not {expected[at : at + 5]} in {text[:40]!r}"

@@ -73,8 +73,8 @@ def fit_passes(
     """Settings `fitted` to rows, with fewer of them in a pass where memory is short and `asked` leaves their number open.
 
     Steps keep their rows: the gradient of one is the same sum over the same tokens, and only its rounding depends on the passes.
-    `lengths` are the tokens of each row; `objective` is None for gates' own, `k` its support; `recorded` the rows of the run that is
-    resumed, which goes on as it began, or 0.
+    `lengths` are the tokens of each row; `objective` is None for gates' own, `k` its support; `recorded` the rows of the run
+    that is resumed, which goes on as it began, or 0.
     """
     launch, longest = detect_launch(), int(lengths.max())
     fitted = asked.fitted(len(lengths), launch.processes)
