@@ -10,12 +10,14 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loragate.data import find_endings
 from loragate.display import format_temperature
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import atomic_folder, read_json, require_empty_folder, write_json, write_text
@@ -45,7 +47,14 @@ from loragate.gates.schema import (
 )
 from loragate.gates.strength import overrides_by_module
 from loragate.models.folder_gates import read_gates, unreached_note
-from loragate.models.loading import DEFAULT_LOADING, base_config, explained, open_tokenizer, open_weights
+from loragate.models.loading import (
+    DEFAULT_LOADING,
+    base_config,
+    explained,
+    generation_config,
+    open_tokenizer,
+    open_weights,
+)
 from loragate.models.merge import merge_and_save
 from loragate.models.output_difference import (
     OutputDifference,
@@ -161,14 +170,20 @@ def export_adapter(
             )
         agreement, left = None, tuple[str, ...]()
         if to == "merged":
+            trust = loading.trust_remote_code
             tokenizer = open_tokenizer(place, loading)  # before the weights, which may take an hour
             agreement = merge_and_save(place.base, plain, folder, loading, called=str(place.ref))
             if otherwise := write_tokenizer(tokenizer, folder):
                 raise ArtifactError(
                     f"{otherwise}. Nothing was kept; export the adapter in another form, or serve it unmerged"
                 )
-            if temperature is not None:  # beside what ends an answer
-                write_json(folder / SAMPLING, with_recommended(read_json(folder / SAMPLING), temperature))
+            settings = read_json(folder / SAMPLING)
+            with suppress(ConfigError):  # of a tokenizer that names no end, as the base's own settings do not either
+                ends = find_endings(tokenizer, generation_config(place.base, trust), place.stop_token_ids).token_ids
+                settings["eos_token_id"] = sorted(ends)  # which nothing else says of a whole model: it would never stop
+            if temperature is not None:
+                settings = with_recommended(settings, temperature)
+            write_json(folder / SAMPLING, settings)
         elif to in RUNTIMES:
             with explained("base model", place.base.name):
                 of_base = base_config(place.base, loading.trust_remote_code)
