@@ -241,7 +241,7 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
             raise ConfigError(f"{name}: '{key}' is no stage and no key of a recipe{nearest(str(key), known)}")
         if key not in TOP and not isinstance(value, dict):
             raise ConfigError(f"{name}: '{key}' is {value!r}, expected a block of options")
-    changed = _apply_overrides(stages, given, name)
+    changed = _apply_overrides(dict(stages), given, name)
     for one in changed.values():
         takes_base = one.command in ("sft", "mask") or stages[one.name].options.get("model") == merged["model"]
         if takes_base and (found := one.options.get("model")) != merged["model"]:
