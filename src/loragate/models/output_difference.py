@@ -118,7 +118,7 @@ def require_agreement(found: OutputDifference, written: str, original: str) -> N
 
 
 ANY_MODEL = {"AutoTokenizer": [None, None]}
-"""The auto_map with which AutoTokenizer reads tokenizer.json as it is, whatever model lies beside it, and fails beside none."""
+"""With this auto_map AutoTokenizer reads tokenizer.json as it is beside a model that has a class of tokenizers; else it fails."""
 TEXTS = (
     "What is 7 * 8?  It's 1,234.5 + 90%.\n\n\tdef f(x_1): return x-1  # No",
     " a leading and a trailing space ",
