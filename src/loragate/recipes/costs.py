@@ -206,12 +206,12 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         if not sources:
             return Cost("memory unknown, as its answers are not of this recipe", None)
         (source,) = sources
-        work = [figures for _, *figures in _work(source)]
+        work = _work(source)
         # nothing is kept for a way back: one layer at a time, as where a training recomputes them
-        rows, longest = int(options.get("batch_size") or 1), max(limit for _, _, limit in work)
+        rows, longest = int(options.get("batch_size") or 1), max(limit for *_, limit in work)
         read = estimate(model, base=_stored_as(stage), sequence=longest, rows=rows, gradient_checkpointing=True)
         most = int(options.get("answers", 4))
-        tokens = sum(questions * min(samples, most) * limit for questions, samples, limit in work)
+        tokens = sum(questions * min(samples, most) * limit for _, questions, samples, limit in work)
         needed = read.weights + read.activations + GIB
         return Cost(f"about {needed / GIB:.1f} GiB of GPU memory", _hours(read.forward * tokens, gpu), needed)
     work, size = _work(stage), int(options.get("batch_size", 64))
