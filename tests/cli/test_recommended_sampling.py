@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_kit import words_task
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.data import describe_form
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.settings import TaskSettings
 from loragate.gates import recommended
@@ -19,8 +21,8 @@ from loragate.serving import frontend
 from loragate.serving.explore import explorer_of
 from loragate.serving.hooks import replace_method
 from loragate.serving.settings import ServerSettings
-from loragate.serving.vllm_server import print_sampling, served_adapters
-from tiny import tiny_adapter, tiny_base, write_base
+from loragate.serving.vllm_server import print_forms, print_sampling, served_adapters
+from tiny import run, tiny_adapter, tiny_base, tiny_tokenizer, write_base, write_rows
 
 SETTINGS = [
     {"name": "[-3,2]", "temperature": 0.3, "mean": 0.521, "low": 0.48, "high": 0.562},
@@ -56,6 +58,37 @@ def generated(capsys, folder, *more):
     argv = ["generate", "--model", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8", *more]
     assert main(argv) == 0
     return capsys.readouterr()
+
+
+def test_another_form_of_prompts_is_named(place, tmp_path, capsys):
+    """Of a choice on plain texts: in `generate`, `eval` and `serve`, and in none of them where the forms are alike."""
+    raw, chat = describe_form(True), describe_form(False)
+    for name, form in (("raw", raw), ("chat", chat), ("kept", describe_form(False, system="keep"))):
+        shutil.copytree(place / "plain", tmp_path / name)
+        record = json.loads((tmp_path / name / "gate_config.json").read_text())
+        record["selection"] = {"dev": {"form": form}}
+        (tmp_path / name / "gate_config.json").write_text(json.dumps(record))
+    said = generated(capsys, tmp_path / "raw").err
+    assert f"raw was chosen on questions asked {raw}, and here prompts are put {chat}" in said
+    assert "was chosen on" not in generated(capsys, tmp_path / "raw", "--raw").err
+    assert f"asked {chat}, and here prompts are put {raw}" in generated(capsys, tmp_path / "chat", "--raw").err
+    assert "was chosen on" not in generated(capsys, tmp_path / "chat").err
+    assert "was chosen on" not in generated(capsys, tmp_path / "kept").err, "the template adds no system message"
+    (tmp_path / "words.yaml").write_text(words_task(samples=1))
+    write_rows(tmp_path / "words.jsonl", [{"prompt": "w1 w2", "answer": "w3"}])
+    for name, words in (
+        ("raw", f"raw was chosen on questions asked {raw}, and here prompts are put {chat}"),
+        ("chat", ""),
+    ):
+        evaluated = ["eval", "--model", tmp_path / name, "--tasks", tmp_path / "words.yaml", "--controls", "alone"]
+        run(*evaluated, "--out", tmp_path / f"{name}-scores")
+        out = " ".join(capsys.readouterr().out.split())
+        assert (words in out, "was chosen on" in out) == (True, bool(words))
+    settings = ServerSettings(model=str(tmp_path / "raw"), adapters=f"more={tmp_path / 'chat'}")
+    print_forms(served_adapters(settings)[1], tiny_tokenizer(), "none")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "warning: gated was chosen on questions asked as plain text" in out
+    assert "more was chosen" not in out
 
 
 def test_generate(place, capsys):

@@ -5,12 +5,11 @@ import json
 import pytest
 from selection_kit import write_jsonl
 
-from loragate.data import load_rows
+from loragate.data import describe_form, load_rows
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import load_task
 from loragate.selection.dev import (
     collect_excluded_prompts,
-    describe_form,
     estimate_max_new_tokens,
     plain_task,
     read_dev,
@@ -153,7 +152,7 @@ def test_it_is_put_to_a_model_as_the_examples_are_and_is_a_task_file_again(tmp_p
     for raw, first in ((True, "What is 0?"), (False, "<user> What is 0? <assistant> ")):
         one = dev.prepare_task(tiny_tokenizer(), None, 3, system="none", answer_tokens=9, raw=raw)
         assert one.prompts[0] == first
-        assert describe_form(one.task, "none").startswith(
+        assert describe_form(one.task.raw, one.task.system).startswith(
             "as plain text" if raw else "through the chat template, without"
         )
         assert (one.task.raw, one.sampling.max_new_tokens, one.sampling.seed) == (raw, 9, 3)

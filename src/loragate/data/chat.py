@@ -382,6 +382,31 @@ class _Span(NamedTuple):
         return self.text.startswith(self.prompt) and bool(self.text[len(self.prompt) : self.end].strip())
 
 
+def describe_form(raw: bool, message: str | None = None, system: str = "none") -> str:
+    """How prompts are put to a model, after "asked".
+
+    Args:
+        raw: as they are, without the chat template.
+        message: the system message, or None for none.
+        system: "none" or "keep", as of `Chat`.
+    """
+    if raw:
+        return "as plain text to go on with, without a chat template"
+    if message:
+        return f"through the chat template, with the system message {message!r}"
+    return "through the chat template, " + (
+        "with the system message that it adds by itself, if any (system=keep)"
+        if system == "keep"
+        else "without the system message that a template may add by itself (system=none)"
+    )
+
+
+def is_same_form(one: str, other: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether two forms of `describe_form` put a prompt to a model alike: also where the template adds no system message."""
+    free = {describe_form(False, system=system) for system in SYSTEM_MODES}
+    return one == other or ({one, other} <= free and not Chat(tokenizer)._injected)
+
+
 def active_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The tokenizer's chat template (the default one of several), or None."""
     template = tokenizer.chat_template

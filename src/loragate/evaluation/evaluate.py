@@ -194,7 +194,11 @@ class Evaluation:
                 **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
             },
             grading=request.grading,
-            notes=[*notes, *filter(None, [unreached_note(loaded.model_source) if with_strength else ""])],
+            notes=[
+                *notes,
+                *request.form_notes(tasks, loaded),
+                *filter(None, [unreached_note(loaded.model_source) if with_strength else ""]),
+            ],
             left_out=left_out or {},
             range=loaded.model_source.range,
             engine_for=EngineProvider(request.engine, request.model, request.base, loaded, request.out),

@@ -7,11 +7,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from loragate.data import describe_form, is_same_form
 from loragate.data.rows import is_saved
 from loragate.display import format_temperature, pluralize
 from loragate.errors import ConfigError, DataError, nearest
@@ -32,7 +34,7 @@ from loragate.evaluation.tasks import (
 from loragate.evaluation.tasks.questions import files_in, render_questions
 from loragate.evaluation.variants import ModelVariant, control_temperatures
 from loragate.files import RunFolder, require_empty_folder, write_text
-from loragate.gates.recommended import sampling_note
+from loragate.gates.recommended import form_note, sampling_note
 from loragate.generation import SamplingConfig
 from loragate.generation.engine import Continuation
 from loragate.generation.sharded import require_ray
@@ -373,6 +375,14 @@ class Request:
             f"{self.model} recommends sampling {format_temperature(recommended)}: every variant is scored at that temperature as "
             "well"
         )
+
+    def form_notes(self, prepared: Sequence[PreparedTask], loaded: Loaded) -> list[str]:
+        """A sentence for each form of the tasks' prompts that is another one than that in which the model was chosen."""
+        forms = {
+            describe_form(one.task.raw, one.task.system, self.system) for one in prepared if one.task.harness is None
+        }
+        same, record = partial(is_same_form, tokenizer=loaded.tokenizer), loaded.model_source.sampling
+        return [note for now in sorted(forms) if (note := form_note(self.model, record, now, same))]
 
 
 def require_run_folder(folder: Path, resume: bool) -> None:

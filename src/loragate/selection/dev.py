@@ -97,23 +97,6 @@ class DevSet:
         return prepare(task, self.questions, tokenizer, how, positions, system)
 
 
-def describe_form(task: Task, system: str) -> str:
-    """How a task's questions are put to a model, after "were asked".
-
-    Args:
-        system: "none" or "keep", as of `DevSet.prepare_task`.
-    """
-    if task.raw:
-        return "as plain text to go on with, without a chat template"
-    if task.system:
-        return f"through the chat template, with the system message {task.system!r}"
-    return "through the chat template, " + (
-        "with the system message that it adds by itself, if any (system=keep)"
-        if system == "keep"
-        else "without the system message that a template may add by itself (system=none)"
-    )
-
-
 def read_dev(
     given: RowsGiven,
     settings: DevSettings,

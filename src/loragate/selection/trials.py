@@ -38,6 +38,7 @@ from loragate.gates.strength import overrides_by_module
 from loragate.training import GateTrainingSettings, train_gates, training_rows
 from loragate.training.callbacks import OnStep, StepReport
 from loragate.training.gate_training import check_start
+from loragate.training.run import save_tokenizer
 from loragate.training.settings import GATE_OBJECTIVES
 from loragate.validate import PositiveFloat, Seed, validate
 
@@ -264,7 +265,7 @@ def save_artifact(
     endings = find_endings(context.tokenizer, context.model.generation_config)
     more = {"stop_token_ids": endings.token_ids, "evidence": evidence, "temperature": temperature}
     save_gates(context.model, folder, k=k, **{**context.origin, **more})
-    context.tokenizer.save_pretrained(str(folder / ADAPTER / "tokenizer"))
+    save_tokenizer(context.tokenizer, folder / ADAPTER / "tokenizer")
 
 
 def copy_artifact(source: Path, target: Path, selection: dict[str, Any], temperature: float) -> None:
