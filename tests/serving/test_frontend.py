@@ -103,6 +103,19 @@ def test_names_with_an_override_are_served_without_being_loaded() -> None:
         assert told(name) == "404", "vLLM's own answer"
 
 
+def test_an_unknown_model_is_answered_with_the_adapters_that_are_served() -> None:
+    """vLLM's own answer lists the base alone."""
+    error = SimpleNamespace(code=404, message="Valid aliases: base.")
+
+    async def unknown(self: Any, request: Any) -> Any:
+        return SimpleNamespace(error=error)
+
+    one = server(gated="/g", calm="/g@unit")
+    one.models.base_model_paths = [SimpleNamespace(name="base")]
+    finished(frontend.check_model(unknown, one, SimpleNamespace(model="gatde")))
+    assert error.message == "The model `gatde` does not exist; did you mean 'gated'?; served are base, gated, calm"
+
+
 def test_what_a_stream_cannot_be_given_is_refused_before_its_status(saved: Path) -> None:
     """A generator that fails has said 200 already."""
 

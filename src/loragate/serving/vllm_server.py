@@ -90,7 +90,7 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
             try:
                 wait_until_healthy(process, url)
                 out.print(f"ready after {time.monotonic() - began:.0f} s")
-                print(f"to check it: loragate verify {shlex.quote(settings.model)} --endpoint {url}/v1\n")
+                print(f"to check it: {verify_command(settings, url)}\n")
                 print_clients(url, ["base", *adapters], chat=tokenizer.chat_template is not None)
                 status = process.wait()
             finally:
@@ -101,6 +101,15 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
     # nobody asked it to: vLLM ends with status 0 when one of its processes was killed
     print(f"loragate: vLLM ended by itself, with status {status}; its log above says why", file=sys.stderr)
     return 1
+
+
+def verify_command(settings: ServerSettings, url: str) -> str:
+    """The command that checks this server, with what its reference has to be loaded with as well."""
+    command = ["loragate", "verify", settings.model, "--endpoint", f"{url}/v1"]
+    for name in ("base", "dtype", "chat_template", "trust_remote_code"):
+        if (value := getattr(settings, name)) != getattr(ServerSettings, name):
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    return shlex.join(command)
 
 
 def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, ModelSource]]:
