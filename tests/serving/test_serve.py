@@ -35,6 +35,7 @@ from loragate.serving.settings import ServerSettings
 from loragate.serving.vllm_server import (
     free_port,
     further_endings,
+    serve,
     served_adapters,
     server_command,
     template_for_vllm,
@@ -542,6 +543,28 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: it cannot be served from"):
         free_port("192.0.2.1", 0)  # an address of documents, which no machine has
     assert free_port("127.0.0.1", 0) > 0
+
+
+def test_a_server_that_is_stopped_while_it_starts_shows_no_traceback(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def stopped(process: Any, url: str) -> None:
+        assert process.stdout is None
+        time.sleep(2)  # until Python has begun
+        raise KeyboardInterrupt
+
+    starts = [sys.executable, "-c", "import time; time.sleep(60)"]
+    for name, value in (
+        ("check_servable", lambda *_: 8),
+        ("server_command", lambda *_, **__: starts),
+        ("vllm_arguments", lambda *_: []),
+        ("wait_until_healthy", stopped),
+    ):
+        monkeypatch.setattr(f"loragate.serving.vllm_server.{name}", value)
+    assert serve(ServeOptions(model=str(folders / "gated"), port=0)) == 0
+    out, err = capfd.readouterr()
+    assert "stopped" in out + err
+    assert "Traceback" not in err
 
 
 def test_the_line_that_checks_a_server_says_how_to_load_its_reference() -> None:

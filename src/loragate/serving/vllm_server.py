@@ -87,14 +87,16 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
                 environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
             # in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order
             began, process = time.monotonic(), subprocess.Popen(command, env=environment, start_new_session=True)
+            polite = signal.SIGTERM  # Ctrl-C would have a program that still imports show where it was
             try:
                 wait_until_healthy(process, url)
+                polite = signal.SIGINT
                 out.print(f"ready after {time.monotonic() - began:.0f} s")
                 print(f"to check it: {verify_command(settings, url)}\n")
                 print_clients(url, ["base", *adapters], chat=tokenizer.chat_template is not None)
                 status = process.wait()
             finally:
-                stop(process)
+                stop(process, polite)
     except KeyboardInterrupt:
         out.print("stopped")
         return 0
@@ -371,10 +373,10 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     raise LoragateError(f"vLLM did not answer at {url}/health within {START_S:g} seconds")
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes], polite: signal.Signals) -> None:
     """End the server and its workers: politely first, but streams that are still being answered are not waited for."""
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(polite)
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
