@@ -405,10 +405,9 @@ def add_routes(router: Any) -> None:
     async def show_model(name: str, raw_request: Any) -> Any:
         served = raw_request.app.state.openai_serving_models
         cards = {card.id: card for card in (await served.show_available_models()).data}
-        head, sign, _ = name.rpartition("@")
         try:
-            if sign and name not in cards and head in cards:
-                split_name(name)
+            if name not in cards and _named_override(served, name) is not None:
+                head = name.rpartition("@")[0]
                 return reply({**cards[head].model_dump(), "id": name, "parent": head})
         except LoragateError as error:
             return reply(_error(str(error)), HTTPStatus.BAD_REQUEST)

@@ -261,7 +261,9 @@ class Endpoint:
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         found = self._call(path, body)
         if not isinstance(found, dict) or found.get("error"):  # which some proxies send with status 200
-            raise LoragateError(f"{self.url}{path} answered with an error, or no object: {excerpt(json.dumps(found), 300)}")
+            raise LoragateError(
+                f"{self.url}{path} answered with an error, or no object: {excerpt(json.dumps(found), 300)}"
+            )
         return found
 
     def _optional(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
