@@ -60,6 +60,10 @@ def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
     assert scored == ["adapter", "base", "gated", "adapter negative", "adapter positive"]
     printed = capsys.readouterr().out
     assert record.conclusion[0] in " ".join(printed.split())
+    assert diagnose(place, "entropy", tmp_path / "two", *asked, "--temperature", "1,0") == 2
+    assert "--temperature 1,0: a diagnosis draws its answers at one temperature" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert diagnose(place, "entropy", out, *asked, "--resume") == 0
     assert read(EntropyRecord, out / "entropy.json").interventions == record.interventions
 

@@ -12,7 +12,6 @@ import loragate as lg
 from loragate.cli.main import main
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.settings import TaskSettings
-from loragate.evaluation.variants import ModelVariant, variants_for
 from loragate.gates import recommended
 from loragate.models import Loading, resolve
 from loragate.models.export import export_adapter
@@ -251,37 +250,30 @@ def test_the_explorer_begins_there(place):
         assert ("recommends" in (heat.info or "")) == says
 
 
-def test_rows_of_an_evaluation():
-    assert variants_for("gated", "none", recommended=0.45)[3:] == [
-        ModelVariant("adapter", "T=0.45", temperature=0.45),
-        ModelVariant("base", "T=0.45", temperature=0.45),
-        ModelVariant("gated", "T=0.45", temperature=0.45),
-    ]
-    assert variants_for("gated", "alone", recommended=0.0)[1:] == [ModelVariant("gated", "greedy", temperature=0.0)]
-    assert variants_for("gated", "cheap", recommended=0.3) == variants_for("gated", "cheap")
-    names = [row.label for row in variants_for("adapter", "cheap", [], recommended=0.8)]
-    heats = ("T=0.6", "T=0.3", "greedy", "T=0.8")
-    assert names == ["adapter", "base", *(f"{acts} {heat}" for acts in ("adapter", "base") for heat in heats)]
-
-
 @pytest.mark.parametrize(
-    ("name", "asked", "tasks", "row", "words"),
+    ("name", "asked", "controls", "tasks", "added", "words"),
     [
-        ("cool", None, [1.0], 0.3, "among the controls"),
-        ("greedy", None, [0.0, 1.0], 0.0, "among the controls"),
-        ("cool", None, [0.3], None, "sampling at temperature 0.3, as"),
-        ("cool", 1.0, [1.0], None, "is recommended at temperature 0.3"),
-        ("cool", None, [], None, ""),
-        ("plain", None, [1.0], None, ""),
+        ("cool", "", "none", [1.0], [0.3], "every variant is scored at that temperature as well"),
+        ("greedy", "", "alone", [0.0, 1.0], [0.0], "as well"),
+        ("cool", "", "none", [0.3], [], "sampling at temperature 0.3, as"),
+        ("cool", "", "cheap", [1.0], [0.6, 0.3, 0.0], "as well"),
+        ("greedy", "", "cheap", [0.6], [0.3, 0.0], "as well"),
+        ("plain", "", "full", [0.6], [0.3, 0.0], ""),
+        ("plain", "", "cheap", [0.6, 1.0], [0.6, 0.3, 0.0], ""),
+        ("cool", "1", "cheap", [1.0], [], "is recommended at temperature 0.3"),
+        ("cool", "0.9,1", "cheap", [1.0], [0.9], "sampling at temperature 1, but"),
+        ("cool", "1,0.3", "none", [1.0], [0.3], "as well"),
+        ("cool", "", "none", [], [], ""),
+        ("plain", "", "none", [1.0], [], ""),
     ],
 )
-def test_what_an_evaluation_adds_and_says(place, name, asked, tasks, row, words):
+def test_what_an_evaluation_adds_and_says(place, name, asked, controls, tasks, added, words):
     found = resolve(place / name)
-    loaded = SimpleNamespace(model_source=found, recommended_temperature=found.recommended_temperature)
+    loaded = SimpleNamespace(kind=found.kind, model_source=found, recommended_temperature=found.recommended_temperature)
     request = Request(str(place / name), place, TaskSettings(temperature=asked))
     plain = SimpleNamespace(harness=None)
     prepared = [SimpleNamespace(task=plain, sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
-    assert request.added_temperature(prepared, loaded) == row
+    assert request.added_temperatures(prepared, loaded, controls) == added
     note = request.sampling_note(prepared, loaded)
     assert words in note
     assert bool(words) == bool(note)

@@ -353,9 +353,13 @@ def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     assert "24,256 answers of at most 4,096 tokens" in at["lora"]["eval"].memory
     assert 0.5 < at["lora"]["eval"].hours < 3
     cheap = costs(read_recipe("math/qwen2.5-math-1.5b/controls"))["eval"]
-    assert "318,360 answers of at most" in cheap.memory, (
-        "13 variants times 16 samples, and two greedy answers, to 1,516 questions"
+    assert f"{9 * (3 * 16 + 1) * 1516:,} answers of at most" in cheap.memory, (
+        "9 variants, of each 16 samples at three temperatures and a greedy answer to 1,516 questions"
     )
+    two = costs(read_recipe("math/qwen2.5-math-1.5b/controls", {"eval.temperature": [0.3, 0]}))["eval"]
+    assert f"{9 * 17 * 1516:,} answers of at most" in two.memory
+    with pytest.raises(ConfigError, match=r"--temperature 0\.3,-1: found -1, expected numbers from 0"):
+        costs(read_recipe("math/qwen2.5-math-1.5b/controls", {"eval.temperature": "0.3,-1"}))
     scale = costs(read_recipe("math/qwen2.5-math-1.5b/scale-auto"))
     look = costs(read_recipe("math/qwen2.5-math-1.5b/delta-entropy"))["diagnose"]
     assert look.hours > 48

@@ -183,6 +183,10 @@ class DiagnosticContext(ReadsModel):
             self.tasks = self.request.check()
         else:
             require_run_folder(self.folder, self.request.resume)
+        if drawing and len(self.request.tasks.temperatures) > 1:
+            raise ConfigError(
+                f"--temperature {self.request.tasks.temperature}: a diagnosis draws its answers at one temperature; give one"
+            )
         for task in self.tasks:
             if task.harness is not None:
                 raise ConfigError(

@@ -47,6 +47,7 @@ from loragate.evaluation.engines import EngineContext, EngineProvider, make_in_m
 from loragate.evaluation.grader_checks import check_references
 from loragate.evaluation.judging import (
     CODE_GRADERS,
+    GRADERS,
     grade_samples,
     grading_fingerprint,
     pattern_of,
@@ -477,6 +478,11 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         raise DataError(f"{folder / VARIANTS}: the label of a variant is a path")
     prepared = []
     for info in known(tuple[TaskInfo, ...], "tasks"):
+        if info.grader not in (*GRADERS, "lm-eval"):
+            raise ConfigError(
+                f"{folder}: {info.name} is judged by the Python function {info.grader}, which no folder holds; judge it again "
+                "with the evaluate(..., resume=True) that began it"
+            )
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
         questions, revision = read_questions(folder, info.name), info.dataset_revision
         prepared.append(

@@ -8,7 +8,8 @@ answers are taken to be as long as their limits; shorter ones cost less in propo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from loragate.display import duration
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
 from loragate.evaluation.settings import parse_constants
-from loragate.evaluation.variants import variants_for
+from loragate.evaluation.variants import control_temperatures, variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
 from loragate.models.loading import base_config
@@ -171,10 +172,15 @@ def _stored_as(stage: Stage) -> Any:
     return "bfloat16" if dtype == "auto" else dtype
 
 
+def _trials(options: Mapping[str, Any]) -> int:
+    """How many gates, or adapters, a training stage trains."""
+    axes = (comma_list(str(options.get(name, ""))) for name in ("seeds", "objectives", "learning_rates"))
+    return math.prod((len(axis) or 1 for axis in axes), start=len(parse_ranges(options.get("ranges", "0,1"))))
+
+
 def _training(stage: Stage, model: Any, gpu: Gpu) -> Cost:
     options, need = stage.options, estimate_of(stage, model)
-    runs = len(parse_ranges(options["ranges"])) if "ranges" in options else 1
-    runs *= len(comma_list(str(options.get("seeds", "")))) or 1
+    runs = _trials(options)
     processes = int(options.get("processes") or 1)
     sharded = need.weights * (1 - 1 / processes) if options.get("strategy") == "fsdp2" else 0.0
     hours = _hours(runs * need.flops * _tokens(stage) / processes, gpu)
@@ -215,12 +221,12 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
     last = trained.get(str(options.get("model") or "").strip("{}"))
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
     # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
-    greedy: list[str] = []  # those that give one answer to each question
+    heats = [1.0]
     if "sweep" in options and str(options["sweep"]).strip("{}") not in trained:
         return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
         cells = trained[str(options["sweep"]).strip("{}")].options
-        variants = ["adapter"] + ["gated"] * len(parse_ranges(cells["ranges"])) * len(comma_list(str(cells["seeds"])))
+        variants = ["adapter"] + ["gated"] * _trials(cells)
     elif what == "interventions":
         variants = ["adapter", "base", "gated"] + ["gated"] * (
             len(comma_list(str(options.get("interventions", "")))) or len(PAPER) - 1
@@ -230,9 +236,11 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
     else:
         constants = parse_constants(str(options.get("constants", "0.5")))
-        wanted = variants_for(kind, options.get("controls", "cheap"), constants)
-        variants = [one.weights for one in wanted if one.temperature != 0]
-        greedy = [one.weights for one in wanted if one.temperature == 0]
+        controls = options.get("controls", "cheap")
+        variants = [one.weights for one in variants_for(kind, controls, constants)]
+        heats += control_temperatures(kind, controls)
+    heats = options_of(stage, stage.name).temperatures or heats
+    variants, greedy = variants * sum(heat > 0 for heat in heats), variants * heats.count(0)
     need = estimate(model, base=_stored_as(stage))
     parts = [
         (names, answers, limit)
