@@ -128,6 +128,12 @@ def test_each_fault_is_found_by_its_code(folder, code):
     assert prevents_loading(found) == (code in ("base-unreachable",) or any(one.severity == "error" for one in found))
 
 
+def test_a_factor_of_zero_may_come_from_an_export(folder):
+    SPOILT["weights-partly-zero"](folder)
+    (found,) = (one for one in examine_static(str(folder))[1] if one.code == "weights-partly-zero")
+    assert "never trained, or exported at λ = 0" in found.message
+
+
 ODD = {
     "nothing but weights": lambda f: (f / "adapter_config.json").unlink(),
     "a list for a configuration": lambda f: (f / "adapter_config.json").write_text("[1]"),

@@ -103,6 +103,43 @@ def test_names_with_an_override_are_served_without_being_loaded() -> None:
         assert told(name) == "404", "vLLM's own answer"
 
 
+def test_a_card_is_shown_of_what_would_be_answered() -> None:
+    """And of no strength of a base, nor of an adapter whose name has one: `loragate verify` finds out by it."""
+    pytest.importorskip("fastapi")
+    one = server(gated="/g", calm="/g@unit").models
+
+    class Card(SimpleNamespace):
+        def model_dump(self) -> dict[str, Any]:
+            return vars(self)
+
+    async def show_available_models() -> Any:
+        return SimpleNamespace(data=[Card(id=name, root="/") for name in ("base", "gated", "calm")])
+
+    one.show_available_models = show_available_models
+    routes: dict[str, Any] = {}
+    router = SimpleNamespace(get=lambda path, **_: functools.partial(routes.__setitem__, path))
+    frontend.add_routes(router)
+    (show,) = routes.values()
+    raw = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(openai_serving_models=one)))
+    answers = {name: finished(show(name, raw)) for name in ("gated", "gated@unit", "base@unit", "calm@off", "gatde")}
+    assert [reply.status_code for reply in answers.values()] == [200, 200, 404, 400, 404]
+    assert b"calm carries an override of" in answers["calm@off"].body
+    assert b"did you mean 'gated'?; served are base, gated, calm" in answers["gatde"].body
+
+
+def test_an_unknown_model_is_answered_with_the_adapters_that_are_served() -> None:
+    """vLLM's own answer lists the base alone."""
+    error = SimpleNamespace(code=404, message="Valid aliases: base.")
+
+    async def unknown(self: Any, request: Any) -> Any:
+        return SimpleNamespace(error=error)
+
+    one = server(gated="/g", calm="/g@unit")
+    one.models.base_model_paths = [SimpleNamespace(name="base")]
+    finished(frontend.check_model(unknown, one, SimpleNamespace(model="gatde")))
+    assert error.message == "The model `gatde` does not exist; did you mean 'gated'?; served are base, gated, calm"
+
+
 def test_what_a_stream_cannot_be_given_is_refused_before_its_status(saved: Path) -> None:
     """A generator that fails has said 200 already."""
 

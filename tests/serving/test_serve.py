@@ -31,12 +31,15 @@ from loragate.errors import ConfigError
 from loragate.gates.override import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.models import open_tokenizer
+from loragate.serving.settings import ServerSettings
 from loragate.serving.vllm_server import (
     free_port,
     further_endings,
+    serve,
     served_adapters,
     server_command,
     template_for_vllm,
+    verify_command,
     vllm_arguments,
 )
 from tiny import (
@@ -204,7 +207,8 @@ def test_verify_passes(vllm_server: Running, by: str, capsys: pytest.CaptureFixt
     """By the line that the server printed, with both ways to say a strength."""
     (line,) = [line for line in vllm_server.lines if line.startswith("to check it: loragate ")]
     command = shlex.split(line)[4:]
-    assert main([*command, "--dtype", "float32", "--strength-by", by, "--json"]) == 0
+    assert command[-2:] == ["--dtype", "float32"], "as the server was started"
+    assert main([*command, "--strength-by", by, "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert all(one["figure"] <= 1e-4 for one in checks if one["unit"] == "nats" and one["figure"] is not None), checks
     measured = {(one["name"], one["of"]) for one in checks if one["verdict"] == "passes"}
@@ -539,6 +543,36 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: it cannot be served from"):
         free_port("192.0.2.1", 0)  # an address of documents, which no machine has
     assert free_port("127.0.0.1", 0) > 0
+
+
+def test_a_server_that_is_stopped_while_it_starts_shows_no_traceback(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def stopped(process: Any, url: str) -> None:
+        assert process.stdout is None
+        time.sleep(2)  # until Python has begun
+        raise KeyboardInterrupt
+
+    starts = [sys.executable, "-c", "import time; time.sleep(60)"]
+    for name, value in (
+        ("check_servable", lambda *_: 8),
+        ("server_command", lambda *_, **__: starts),
+        ("vllm_arguments", lambda *_: []),
+        ("wait_until_healthy", stopped),
+    ):
+        monkeypatch.setattr(f"loragate.serving.vllm_server.{name}", value)
+    assert serve(ServeOptions(model=str(folders / "gated"), port=0)) == 0
+    out, err = capfd.readouterr()
+    assert "stopped" in out + err
+    assert "Traceback" not in err
+
+
+def test_the_line_that_checks_a_server_says_how_to_load_its_reference() -> None:
+    url = "http://127.0.0.1:1"
+    assert verify_command(ServerSettings(model="my gated"), url) == f"loragate verify 'my gated' --endpoint {url}/v1"
+    settings = ServerSettings(model="g", base="b", dtype="float16", chat_template="c.jinja", trust_remote_code=True)
+    more = " --base b --dtype float16 --chat-template c.jinja --trust-remote-code"
+    assert verify_command(settings, url) == f"loragate verify g --endpoint {url}/v1{more}"
 
 
 def test_the_command_line_of_vllm() -> None:

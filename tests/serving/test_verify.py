@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from types import ModuleType
 
@@ -126,6 +127,62 @@ def test_a_server_without_log_probs_proves_nothing(fault, dialect, folders, caps
     with running(FakeServer(adapter, fault="no log-probs", dialect="plain")) as url:
         assert main(["verify", str(adapter), "--endpoint", url, *ENOUGH[:-1]]) == 1
     assert "the adapter was not compared" in capsys.readouterr().out
+
+
+def given(reply, place, value):
+    """The reply with another value at the end of a path of keys."""
+    *path, last = place
+    at = reply
+    for key in path:
+        at = at[key]
+    at[last] = value
+    return reply
+
+
+LOGPROBS = "choices", 0, "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ((*LOGPROBS, "token_logprobs"), ["-1.0x"] * 60, "another form than OpenAI's (ValueError: could not convert"),
+        ((*LOGPROBS, "token_logprobs"), [math.nan] * 60, "is nan)"),
+        (LOGPROBS, [-1.0], "another form than OpenAI's (AttributeError"),
+        ((*LOGPROBS, "tokens"), ["token_id:99999"] * 60, "base answered with token 99999, and the base here has"),
+        (("usage", "completion_tokens"), "none", "another form than OpenAI's (TypeError"),
+        (("choices",), [], "another form than OpenAI's (IndexError"),
+        (("error",), {"message": "overloaded"}, "answered with an error, or no object: '{"),
+    ],
+)
+def test_a_reply_of_another_form_is_an_error_in_a_sentence(place, value, message, folders, fails, monkeypatch):
+    adapter, _ = folders
+    server = FakeServer(adapter)
+    honest = server.complete
+    monkeypatch.setattr(server, "complete", lambda body: given(honest(body), place, value))
+    with running(server) as url:
+        said = fails("verify", adapter, "--endpoint", url, *ENOUGH, status=1)
+    assert message in said
+    assert "a fault of loragate" not in said
+
+
+def test_a_server_that_breaks_off_or_lists_no_model_is_told(folders, fails, monkeypatch):
+    adapter, _ = folders
+    server = FakeServer(adapter, fault="breaks off")
+    with running(server) as url:
+        assert "broke off its answer" in fails("verify", adapter, "--endpoint", url, *ENOUGH, status=1)
+        monkeypatch.setattr(server, "answer", lambda path, body: {"data": None})
+        assert "lists no model" in fails("verify", adapter, "--endpoint", url, *ENOUGH, status=1)
+
+
+def test_a_server_that_counts_no_tokens_does_not_fail_for_it(folders, capsys, monkeypatch):
+    adapter, _ = folders
+    server = FakeServer(adapter, dialect="plain")
+    honest = server.answer
+    silent = {"choices": [{}], "usage": None}
+    monkeypatch.setattr(server, "answer", lambda path, body: silent if "chat" in path else honest(path, body))
+    with running(server) as url:
+        status, verdicts, _ = verify(capsys, url, adapter)
+    assert (status, verdicts["chat template"]) == (0, "not measured")
 
 
 def test_an_empty_list_that_leaves_adapters_on_is_caught(folders, capsys):

@@ -268,7 +268,10 @@ def _inspect_tensors(path: Path, stored: Iterable[tuple[str, torch.Tensor]]) -> 
         code, remedy = "weights-partly-zero", "where these modules were to be trained, look for what froze them"
         if len(zero) == factors:
             code, remedy = "weights-zero", "take the adapter after its training"
-        message = f"{path}: {len(zero)} modules have B = 0 (of {factors}; such as {zero[0]}), never trained: nothing to gate there"
+        message = (
+            f"{path}: {len(zero)} modules have B = 0 (of {factors}; such as {zero[0]}) and add nothing: they were never trained, "
+            "or exported at λ = 0"
+        )
         found.append(Finding(code, "warning", message, remedy, {"keys": zero[:8], "count": len(zero), "of": factors}))
     if tensors and not any(split_factor_key(key)[1] for key in tensors):
         found.append(_foreign_keys_finding(path, tensors))

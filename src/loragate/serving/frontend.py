@@ -16,7 +16,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from pkgutil import resolve_name
@@ -218,6 +218,11 @@ async def check_model(original: Any, self: Any, request: Any) -> Any:
         lora_request = _named_override(self.models, request.model)
         if lora_request is None:
             if (refused := await original(self, request)) is not None:
+                error = getattr(refused, "error", None)
+                if error is not None and error.code == HTTPStatus.NOT_FOUND:
+                    # vLLM lists the names of the base alone
+                    names = [*(one.name for one in self.models.base_model_paths), *self.models.lora_requests]
+                    error.message = _unknown_model(request.model, names)
                 return refused
             lora_request = self.models.lora_requests.get(request.model)
         if lora_request is None:
@@ -400,21 +405,23 @@ def add_routes(router: Any) -> None:
     async def show_model(name: str, raw_request: Any) -> Any:
         served = raw_request.app.state.openai_serving_models
         cards = {card.id: card for card in (await served.show_available_models()).data}
-        head, sign, _ = name.rpartition("@")
         try:
-            if sign and name not in cards and head in cards:
-                split_name(name)
+            if name not in cards and _named_override(served, name) is not None:
+                head = name.rpartition("@")[0]
                 return reply({**cards[head].model_dump(), "id": name, "parent": head})
         except LoragateError as error:
             return reply(_error(str(error)), HTTPStatus.BAD_REQUEST)
         if name in cards:
             return reply(cards[name].model_dump())
-        message = f"The model `{name}` does not exist{nearest(name, cards)}"
-        return reply(_error(message, HTTPStatus.NOT_FOUND), HTTPStatus.NOT_FOUND)
+        return reply(_error(_unknown_model(name, cards), HTTPStatus.NOT_FOUND), HTTPStatus.NOT_FOUND)
 
     # as types, not as the names of types that FastAPI would look for in this module
     show_model.__annotations__ = {"name": str, "raw_request": request_class}
     router.get("/v1/models/{name:path}", response_model=None)(show_model)
+
+
+def _unknown_model(name: str, served: Collection[str]) -> str:
+    return f"The model `{name}` does not exist{nearest(name, served)}; served are {', '.join(served)}"
 
 
 def _error(message: str, code: HTTPStatus = HTTPStatus.BAD_REQUEST) -> dict[str, Any]:

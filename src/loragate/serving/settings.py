@@ -31,6 +31,7 @@ class ServerSettings(Loading):
         vllm_args: further arguments of vLLM's server, as one text.
         vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
         tensor_parallel: devices that share one copy of the model.
+        dtype: what vLLM computes in; auto is vLLM's: the checkpoint's, but 16 bits for one in float32, on a CPU too.
     """
 
     model: str

@@ -89,20 +89,31 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
                 environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
             # in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order
             began, process = time.monotonic(), subprocess.Popen(command, env=environment, start_new_session=True)
+            polite = signal.SIGTERM  # Ctrl-C would have a program that still imports show where it was
             try:
                 wait_until_healthy(process, url)
+                polite = signal.SIGINT
                 out.print(f"ready after {time.monotonic() - began:.0f} s")
-                print(f"to check it: loragate verify {shlex.quote(settings.model)} --endpoint {url}/v1\n")
+                print(f"to check it: {verify_command(settings, url)}\n")
                 print_clients(url, ["base", *adapters], chat=tokenizer.chat_template is not None)
                 status = process.wait()
             finally:
-                stop(process)
+                stop(process, polite)
     except KeyboardInterrupt:
         out.print("stopped")
         return 0
     # nobody asked it to: vLLM ends with status 0 when one of its processes was killed
     print(f"loragate: vLLM ended by itself, with status {status}; its log above says why", file=sys.stderr)
     return 1
+
+
+def verify_command(settings: ServerSettings, url: str) -> str:
+    """The command that checks this server, with what its reference has to be loaded with as well."""
+    command = ["loragate", "verify", settings.model, "--endpoint", f"{url}/v1"]
+    for name in ("base", "dtype", "chat_template", "trust_remote_code"):
+        if (value := getattr(settings, name)) != getattr(ServerSettings, name):
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    return shlex.join(command)
 
 
 def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, ModelSource]]:
@@ -364,10 +375,10 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     raise LoragateError(f"vLLM did not answer at {url}/health within {START_S:g} seconds")
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes], polite: signal.Signals) -> None:
     """End the server and its workers: politely first, but streams that are still being answered are not waited for."""
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(polite)
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:

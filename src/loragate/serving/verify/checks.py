@@ -132,6 +132,9 @@ class Checks:
             except LoragateError as error:
                 notes.append(str(error))
                 continue
+            if found is None:
+                why = "the server does not say how many tokens a conversation has (usage.prompt_tokens)"
+                return Check(name, "–", UNMEASURED, note=why)
             shown = [len(ids) if isinstance(found, int) else ids for ids in expected]
             same += found in shown
             if found not in shown:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import urllib.error
 import urllib.parse
@@ -70,7 +71,9 @@ class Endpoint:
         local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         self._opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * local)
         self._tokenizer = tokenizer
-        served = [one for one in self._ask("/v1/models").get("data", []) if isinstance(one, dict)]
+        served = [one for one in self._ask("/v1/models").get("data") or [] if isinstance(one, dict)]
+        if not served:
+            raise LoragateError(f"{self.url}/v1/models lists no model; is it an OpenAI-compatible server?")
         files = self._optional("/lora-adapters")
         self.label = self._label()
         self._strength_method: str
@@ -105,9 +108,16 @@ class Endpoint:
             body["logit_bias"] = {str(forced): BIAS}
         if form.ids:
             body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
-        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
+        reply = self._ask("/v1/completions", body)
+        try:
+            return self._answer(reply, prompt, tokens)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise LoragateError(
+                f"{self.url}/v1/completions answered in another form than OpenAI's ({type(error).__name__}: {error}): "
+                f"{excerpt(json.dumps(reply), 300)}"
+            ) from error
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int | None:
         """See `Runtime`; by `/tokenize` where there is one."""
         model = self._model(Target(ADAPTER))
         asked = {"model": model, "messages": list(messages), "add_generation_prompt": True}
@@ -119,10 +129,9 @@ class Endpoint:
         if isinstance(found, dict) and isinstance(found.get("tokens"), list):
             return [int(token) for token in found["tokens"]]
         body = {"model": model, "messages": list(messages), "max_tokens": 1, "temperature": 0}
-        usage = self._ask("/v1/chat/completions", {**body, **self._extra_fields(Target(ADAPTER))}).get("usage") or {}
-        if "prompt_tokens" not in usage:
-            raise LoragateError(f"{self.url} does not say how many tokens a conversation has (usage.prompt_tokens)")
-        return int(usage["prompt_tokens"])
+        usage = self._ask("/v1/chat/completions", {**body, **self._extra_fields(Target(ADAPTER))}).get("usage")
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return count if isinstance(count, int) else None
 
     def _label(self) -> str:
         found = self._optional("/version")
@@ -225,7 +234,7 @@ class Endpoint:
         raise LoragateError(said)
 
     def _answer(self, reply: Mapping[str, Any], prompt: Prompt, tokens: int) -> Answer:
-        choice = (reply.get("choices") or [{}])[0]
+        choice = reply["choices"][0]
         steps = _steps(choice.get("logprobs") or {})
         count = (reply.get("usage") or {}).get("completion_tokens")
         before: list[Step] = []
@@ -251,7 +260,11 @@ class Endpoint:
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         found = self._call(path, body)
-        return found if isinstance(found, dict) else {}
+        if not isinstance(found, dict) or found.get("error"):  # which some proxies send with status 200
+            raise LoragateError(
+                f"{self.url}{path} answered with an error, or no object: {excerpt(json.dumps(found), 300)}"
+            )
+        return found
 
     def _optional(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What a path answers that not every server has; None without it."""
@@ -272,6 +285,11 @@ class Endpoint:
             said = excerpt(error.read().decode(errors="replace"), 300)
             hint = f"; give its key in the environment variable {KEY}" if error.code in (401, 403) else ""
             raise LoragateError(f"{self.url}{path} answered with status {error.code}: {said}{hint}") from error
+        except http.client.IncompleteRead as error:
+            raise LoragateError(
+                f"{self.url}{path} broke off its answer ({error}); is the server, or a proxy before it, still running? Its log "
+                "says why"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise LoragateError(f"{self.url}{path} does not answer ({error}); is the server running?") from error
         except ValueError as error:
@@ -281,7 +299,17 @@ class Endpoint:
 
 
 def _steps(logprobs: Mapping[str, Any]) -> list[Step]:
-    """Of completions (four lists) or of chat (a list of objects), as llama-server gives them in both."""
+    """Of completions (four lists) or of chat (a list of objects), as llama-server gives them in both.
+
+    Raises ValueError for a token without a finite log-prob.
+    """
+    steps = _parse_steps(logprobs)
+    if lost := next((one for one in steps if not math.isfinite(one.logprob)), None):
+        raise ValueError(f"the log-prob of token {lost.token!r} is {lost.logprob}")
+    return steps
+
+
+def _parse_steps(logprobs: Mapping[str, Any]) -> list[Step]:
     if isinstance(content := logprobs.get("content"), list):
         return [
             Step(

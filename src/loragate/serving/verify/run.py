@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.display import Display, console
-from loragate.errors import DONE, FAILED, ConfigError
+from loragate.errors import DONE, FAILED, ConfigError, LoragateError
 from loragate.evaluation import agreement
 from loragate.evaluation.agreement import ServedAnswer
 from loragate.evaluation.results import VariantAgreement
@@ -49,6 +49,14 @@ class References:
     def _of(self, loaded: Loaded, served: Mapping[Target, Sequence[ServedAnswer]]) -> dict[Target, VariantAgreement]:
         variants = {_variant(target, loaded): target for target in served}
         answers = {variant: served[target] for variant, target in variants.items()}
+        known = loaded.model.get_input_embeddings().num_embeddings
+        for variant, target in variants.items():
+            for token in (token for answer in answers[variant] for token in answer.token_ids):
+                if not 0 <= token < known:
+                    raise LoragateError(
+                        f"{target.label} answered with token {token}, and the base here has {known} tokens: the server has "
+                        "another base, or another vocabulary"
+                    )
         found = agreement.check_logprobs(loaded, answers, self.settings.dtype)
         judged = {}
         for variant, target in variants.items():

@@ -98,8 +98,8 @@ class Runtime(Protocol):
             with_prompt_logprobs: whether the log-probs of the prompt's tokens are wanted too.
         """
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
-        """The token ids that the runtime makes of a conversation, or their number where it shows no more."""
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int | None:
+        """The token ids that the runtime makes of a conversation, their number where it shows no more, None where neither."""
 
 
 @dataclass(frozen=True)
