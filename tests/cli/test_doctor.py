@@ -179,8 +179,11 @@ def test_a_base_that_is_not_here(place, tmp_path, capsys):
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "/no/such/base"}))
     assert main(["doctor", str(folder), "--quick"]) == 0
     lines = said(capsys)
-    assert lines[-2] == "verdict: usable, with 1 warning (base-unreachable)"
+    assert lines[-2] == "verdict: not known without its base, with 1 warning (base-unreachable)"
     assert lines[-1] == f"next: loragate doctor {folder} --base FOLDER --quick"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "nobody/nothing"}))
+    assert main(["doctor", str(folder), "--quick"]) == 0
+    assert " ".join(said(capsys)).count("with --base") == 1, "said once, as what to do"
     assert main(["doctor", str(folder), "--base", str(place / "base"), "--quick"]) == 0
     assert "base-unreachable" not in capsys.readouterr().out
 

@@ -75,7 +75,7 @@ def run(options: DoctorOptions) -> int:
     try:
         if options.quick:
             with _without_torch_compile():
-                found = doctor.examine_files(options.adapter, options.base, folder, loading)
+                found = doctor.examine_files(options.adapter, options.base, folder, loading, options.system)
         else:
             found = doctor.examine(
                 options.adapter,
@@ -156,6 +156,9 @@ def _left_out(found: Examination) -> list[str]:
 
 def _static(static: Static) -> Iterator[str]:
     size = f" (r {static.rank}, α {static.alpha:g})" if static.rank and static.alpha is not None else ""
+    scales = {one.scale for one in static.modules}
+    if size and len(scales) == 1 and abs((scale := scales.pop()) - static.alpha / static.rank) > 1e-9:  # rsLoRA
+        size = f"{size[:-1]}, scale {scale:.3g})"
     yield f"adapter {static.adapter}{size} on {static.base or 'a base that is not named'}"
     if gates := static.gates:
         off = "; they are off: the folder answers as its plain adapter" if gates["off"] else ""
@@ -173,7 +176,7 @@ def _static(static: Static) -> Iterator[str]:
         yield f"  {len(static.modules)} modules: {listed}"
         yield (
             f"  delta: {100 * share:.0f} % of its squared norm in {kind}; effective rank {effective:.1f} in the median, of "
-            f"{max(one.rank for one in static.modules)}; {static.parameters:,} parameters"
+            f"{max(one.rank for one in static.modules)}; {static.parameters:,} parameters in its file"
         )
     words = {"gate": "can have gates", "leave": "keep full strength", "refuse": "cannot have gates"}
     if static.gateable:

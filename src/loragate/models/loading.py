@@ -53,7 +53,7 @@ from loragate.gates.eligibility import (
 )
 from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_errors, hub_source, split_file
-from loragate.models.peft_loading import RESIZE_HINT, TARGETS_HINT, load_peft
+from loragate.models.peft_loading import TARGETS_HINT, load_peft, resize_hint
 from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, is_adapter, refuse_gguf_adapter, resolve
 
@@ -598,11 +598,11 @@ def _translate_loading_error(what: str, name: str, error: Exception) -> Loragate
         detail = next(line.strip() for line in text.splitlines() if "size mismatch" in line)
         return ArtifactError(
             f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
-            f"tokens were added to the base before it was trained. Then {RESIZE_HINT}"
+            f"tokens were added to the base before it was trained. Then {resize_hint()}"
         )
     if isinstance(error, OSError) and not Path(name).exists():
         elsewhere = (
-            "; where it is on this machine under another name, say so with --base"
+            "; say where it is with --base if it is here under another name"
             if what in ("base model", "tokenizer")
             else ""
         )
