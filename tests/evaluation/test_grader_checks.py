@@ -167,3 +167,9 @@ def test_questions_without_the_system_message_of_the_examples_are_named():
         "0 of 8 training examples that were looked at have a system message, and the questions have 'Be long.'"
     )
     assert check_system_message(task, rows("box")) == [], "a plain text has none"
+    (said,) = check_system_message(task, bare, "<system> You help.")
+    assert said.startswith(
+        "the chat template's own system message ('<system> You help.') is left out; --system keep keeps it"
+    )
+    assert check_system_message(replace(task, system="Be brief."), taught, "<system> You help.") == []
+    assert check_system_message(task, rows("box"), "<system> You help.") == [], "a plain text has none"

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loragate.data import EncodedRows, encode_rows, load_rows
+from loragate.data import Chat, EncodedRows, encode_rows, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
 from loragate.evaluation.grader_checks import check_responses, check_system_message
@@ -228,7 +228,8 @@ def read_questions(
     found = read_dev(dev_dataset, dev, "dev", taken)
     examples, grading = context.examples, GradingSettings(sandbox=dev.sandbox)
     said = check_responses(found.task, found.questions.questions, examples, grading)
-    warnings = (*found.questions.warnings, *said, *check_system_message(found.task, examples))
+    own = Chat(context.tokenizer, context.system).default_system
+    warnings = (*found.questions.warnings, *said, *check_system_message(found.task, examples, own))
     return replace(found, questions=replace(found.questions, warnings=warnings)), retention
 
 
