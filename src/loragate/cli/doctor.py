@@ -225,26 +225,29 @@ def _format_interval(interval: Interval) -> str:
 
 def _next(found: Examination, options: DoctorOptions, stopped: bool) -> str:
     """The command that follows, or what to do."""
-    base = ["--base", options.base] if options.base else []
     codes = {one.code for one in found.findings}
+    # what the measurement says, where it speaks against the flag
+    otherwise = any(one.code == "system-message" and one.severity == "warning" for one in found.findings)
+    base = ["--base", options.base] if options.base else []
+    spoken = ["--system", "keep"] if (options.system == "keep") != otherwise else []
     data = ["--data", options.data or "FILE"]
     if stopped:
         return "the same command with --resume"
     if "base-unreachable" in codes:
-        return _command("doctor", options.adapter, "--base", "FOLDER", *["--quick"] * options.quick)
+        return _command("doctor", options.adapter, "--base", "FOLDER", *spoken, *["--quick"] * options.quick)
     if found.verdict == "broken":
         return "mend what is named above, then examine it again"
     if options.quick:
-        return _command("doctor", options.adapter, *base, *data) + " shows what it does to its model"
+        return _command("doctor", options.adapter, *base, *spoken, *data) + " shows what it does to its model"
     if found.measures.static.gates:
-        return _command("serve", options.adapter, *base)
+        return _command("serve", options.adapter, *base, *spoken)
     if found.measures.static.gateable.get("refuse") or "not-gateable" in codes:
-        return _command("generate", "--model", options.adapter, *base, "--prompt", "TEXT")
+        return _command("generate", "--model", options.adapter, *base, *spoken, "--prompt", "TEXT")
     dev = ["--dev-data", options.dev_data or "FILE"]
     dev += ["--dev-task", options.dev_task] if options.dev_task else []
     dev += ["--dev-grader", options.dev_grader] if options.dev_grader != "default" else []
     dev += ["--dev-pattern", options.dev_pattern] if options.dev_pattern else []
-    return _command("calibrate", "--adapter", options.adapter, *base, *data, *dev, "--out", "gated")
+    return _command("calibrate", "--adapter", options.adapter, *base, *spoken, *data, *dev, "--out", "gated")
 
 
 def _command(*words: str) -> str:
