@@ -183,7 +183,7 @@ def test_a_system_message_of_the_template_is_a_note_unless_it_is_kept(tmp_path):
         shutil.rmtree(tmp_path / name)
     found = place_of(tmp_path, templated(WITH_SYSTEM))
     assert found["system-message"].severity == "note"
-    assert found["system-message"].evidence["system"].strip() == "w50 w51 w52 w53"
+    assert found["system-message"].evidence["system"] == "w50 w51 w52 w53"
     assert "--system keep" in found["system-message"].remedy
     kept = examine_static(str(tmp_path / "adapter"), system="keep")[1]
     assert "system-message" not in {one.code for one in kept}

@@ -193,7 +193,10 @@ def _heldout(exam: ExamContext, curve: LossCurve) -> tuple[Losses | None, Losses
 
 
 def _check_system_message(curve: LossCurve) -> list[Finding]:
-    """Whether the examples are likelier with the chat template's own system message (without it, where --system keep is given)."""
+    """system-message: are the examples likelier with the chat template's own one (without it, where --system keep is given)?
+
+    An adapter is mostly best as it was trained. One of a few steps need not be, and then this says how to ask it all the same.
+    """
     exam, now = curve.exam, curve.losses_by_strength["1"]
     if not isinstance(exam.rows, EncodedRows) or exam.examples is None:  # texts without a template
         return []
@@ -218,7 +221,7 @@ def _check_system_message(curve: LossCurve) -> list[Finding]:
             "warning",
             f"the adapter's loss on {pluralize(len(rows), 'example')} is lower {words[other]} the chat template's own system "
             f"message: {losses.mean().mean:.2f} nats per token, {now.mean().mean:.2f} {words[exam.settings.system]} it (lower by "
-            f"{less.mean:.2f}{less.ends()}). It was trained {words[other]} it, as it seems",
+            f"{less.mean:.2f}{less.ends()})",
             f"give every command --system {other}, this one as well",
             {other: losses.mean().mean, exam.settings.system: now.mean().mean, "low": less.low, "high": less.high},
         )

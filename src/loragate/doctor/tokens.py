@@ -295,13 +295,13 @@ def _templates(own: Chat, base: Chat) -> Iterator[Finding]:
 
 
 def _default_system(chat: Chat) -> Iterator[Finding]:
-    if said := chat.default_system:
+    if said := " ".join(chat.default_system.split()):
         yield Finding(
             "system-message",
             "note",
             f"the chat template adds a system message of its own, {excerpt(said, 100)}, which is left out here, as loragate sft "
             "does; TRL and most trainers keep it",
-            "give every command --system keep if the adapter was trained with it; doctor --data FILE measures which it was",
+            "give every command --system keep if the adapter was trained with it; doctor --data FILE measures what suits it",
             {"system": said},
         )
 

@@ -195,7 +195,7 @@ def check_system_message(task: Task, rows: Rows, default_system: str = "") -> li
     if len(texts) <= len(talks) / 2 and not own:
         left_out = (
             f"the chat template's own system message ({default_system.strip()!r:.100}) is left out; --system keep keeps it, as "
-            "TRL and most trainers do (loragate doctor --data FILE tells which the adapter was trained with)"
+            "TRL and most trainers do (loragate doctor --data FILE measures what suits the adapter)"
         )
         return [left_out] if default_system else []
     trained = f"{len(texts)} of {len(talks)} training examples that were looked at have a system message"
