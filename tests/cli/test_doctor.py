@@ -173,7 +173,7 @@ def test_an_interrupt_before_anything_is_known(place, tmp_path, monkeypatch, pag
     assert pages == []
 
 
-def test_a_base_that_is_not_here(place, tmp_path, capsys):
+def test_a_base_that_is_not_here(place, tmp_path, capsys, monkeypatch):
     folder = shutil.copytree(place / "adapter", tmp_path / "moved")
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "/no/such/base"}))
@@ -182,8 +182,11 @@ def test_a_base_that_is_not_here(place, tmp_path, capsys):
     assert lines[-2] == "verdict: not known without its base, with 1 warning (base-unreachable)"
     assert lines[-1] == f"next: loragate doctor {folder} --base FOLDER --quick"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "nobody/nothing"}))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["doctor", str(folder), "--quick"]) == 0
-    assert " ".join(said(capsys)).count("with --base") == 1, "said once, as what to do"
+    words = " ".join(said(capsys))
+    assert "no such folder, and the hub's cache does not hold it (HF_HUB_OFFLINE is set" in words
+    assert words.count("with --base") == 1, "said once, as what to do"
     assert main(["doctor", str(folder), "--base", str(place / "base"), "--quick"]) == 0
     assert "base-unreachable" not in capsys.readouterr().out
 

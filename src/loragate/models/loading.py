@@ -606,10 +606,13 @@ def _translate_loading_error(what: str, name: str, error: Exception) -> Loragate
             if what in ("base model", "tokenizer")
             else ""
         )
-        return ArtifactError(
-            f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
-            f"(HF_HUB_OFFLINE) and access rights ({first[:200]}){elsewhere}"
+        why = (
+            "the hub's cache does not hold it (HF_HUB_OFFLINE is set, so nothing is fetched)"
+            if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+            else "it could not be fetched from the hub. Check the spelling, the network and access rights "
+            f"({first[:200]})"
         )
+        return ArtifactError(f"{what} {name}: no such folder, and {why}{elsewhere}")
     if first.startswith(_NO_CLASS):
         found = first.split(" for this kind", 1)[0].removeprefix(_NO_CLASS)
         return ConfigError(
