@@ -12,6 +12,7 @@ import copy
 import importlib.util
 import logging
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -596,10 +597,15 @@ def _translate_loading_error(what: str, name: str, error: Exception) -> Loragate
         return ArtifactError(f"{what} {name} does not fit this base model ({first[:300]}): {TARGETS_HINT}")
     if "size mismatch" in text:
         detail = next(line.strip() for line in text.splitlines() if "size mismatch" in line)
-        return ArtifactError(
-            f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
-            f"tokens were added to the base before it was trained. Then {resize_hint()}"
+        sizes = [size.split(", ") for size in re.findall(r"torch\.Size\(\[([\d, ]+)\]\)", detail)]
+        # of embeddings and heads the first number counts tokens
+        tokens = len(sizes) == 2 and sizes[0][1:] == sizes[1][1:] and "lora_" not in detail
+        hint = (
+            f"tokens were added to its base, {sizes[0][0]} in all: {resize_hint(int(sizes[0][0]))}"
+            if tokens
+            else "it was made for another one; name that with --base"
         )
+        return ArtifactError(f"{what} {name} does not fit this base model ({detail[:300].rstrip('.')}): {hint}")
     if isinstance(error, OSError) and not Path(name).exists():
         elsewhere = (
             "; say where it is with --base if it is here under another name"

@@ -52,15 +52,9 @@ logger = logging.getLogger("loragate")
 
 def resize_hint(size: int | None = None) -> str:
     """What to do with an adapter of a base to which tokens were added; `size` is how many it had then, where that is known."""
-    unknown = (
-        ""
-        if size
-        else (
-            " with the first number of the checkpoint's shape (or, where none is named, the length of its tokenizer) as SIZE"
-        )
-    )
+    length = size or "len(tokenizer)"
     return (
-        f"make that base once, base.resize_token_embeddings({size or 'SIZE'}){unknown}, save it and the adapter's tokenizer in "
+        f"make that base once, base.resize_token_embeddings({length}), save it and the adapter's tokenizer in "
         'a folder, base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base FOLDER; or '
         "resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
     )
