@@ -200,3 +200,15 @@ def test_wrong_calls(place, tmp_path, fails):
     assert "--base" in fails("doctor", adapter, "--quick", "--base", str(tmp_path / "none"))
     assert "found no file" in fails("doctor", adapter, "--data", str(tmp_path / "none.jsonl"))
     assert "--max-rows must be at least 1" in fails("doctor", adapter, "--max-rows", "0")
+
+
+def test_a_scale_that_is_not_alpha_over_r_is_shown(place, tmp_path, capsys):
+    folder = shutil.copytree(place / "adapter", tmp_path / "rs")
+    main(["doctor", str(folder), "--quick"])
+    assert "scale" not in said(capsys)[0]
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"use_rslora": True}
+    file.write_text(json.dumps(config))
+    main(["doctor", str(folder), "--quick"])
+    rank, alpha = config["r"], config["lora_alpha"]
+    assert f"(r {rank}, α {alpha:g}, scale {alpha / rank**0.5:.3g})" in said(capsys)[0]

@@ -155,10 +155,12 @@ def _left_out(found: Examination) -> list[str]:
 
 
 def _static(static: Static) -> Iterator[str]:
-    size = f" (r {static.rank}, α {static.alpha:g})" if static.rank and static.alpha is not None else ""
-    scales = {one.scale for one in static.modules}
-    if size and len(scales) == 1 and abs((scale := scales.pop()) - static.alpha / static.rank) > 1e-9:  # rsLoRA
-        size = f"{size[:-1]}, scale {scale:.3g})"
+    size = ""
+    if static.rank and static.alpha is not None:
+        scales, plain = {one.scale for one in static.modules}, static.alpha / static.rank
+        # rsLoRA: not α/r
+        other = f", scale {min(scales):.3g}" if len(scales) == 1 and abs(min(scales) - plain) > 1e-9 else ""
+        size = f" (r {static.rank}, α {static.alpha:g}{other})"
     yield f"adapter {static.adapter}{size} on {static.base or 'a base that is not named'}"
     if gates := static.gates:
         off = "; they are off: the folder answers as its plain adapter" if gates["off"] else ""
