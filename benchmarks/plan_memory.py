@@ -38,6 +38,23 @@ SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embe
 RANK = 16
 
 
+class NearTheBase:
+    """Gates that keep near the base while the entropy falls: an objective with a KL to it."""
+
+    name, k, outputs, gradients = "base", 100, ("topk_entropy",), None
+    requires, settings = frozenset({"reference_kl"}), {}
+
+    def loss(self, stats: Any, context: Any = None) -> torch.Tensor:
+        return stats.topk_entropy + stats.kl
+
+
+def objective_of(case: Case) -> Any:
+    """None for the gates' own entropy."""
+    if case.objective == "base":
+        return NearTheBase()
+    return objectives[case.objective] if case.stage == "sft" else None
+
+
 @dataclass(frozen=True)
 class Case:
     """One training to be measured."""
@@ -92,6 +109,17 @@ def cases() -> list[Case]:
         chosen.append(replace(sft, name=f"qwen2 sft {name}", **changed))
         low = {"precision": "bf16", "dtype": "bfloat16", "checkpointing": True, **changed}
         chosen.append(replace(sft, name=f"qwen2 sft {name}, bf16 base, recompute", **low))
+    gates = Case("qwen2 calibrate", "qwen2", "calibrate", objective="base")
+    chosen.append(replace(gates, name="qwen2 calibrate kl to the base"))
+    chosen.append(
+        replace(
+            gates,
+            name="qwen2 calibrate kl to the base, bf16 base, recompute",
+            precision="bf16",
+            dtype="bfloat16",
+            checkpointing=True,
+        )
+    )
     return chosen
 
 
@@ -156,7 +184,8 @@ def train(case: Case, marks: list[int]) -> None:
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.mul_(0.1)
-    lg.train_gates(model, tokenizer, rows, lg.GateConfig(-1, 2), GateTrainingSettings(**shared), on_step=mark)
+    own = {"objective": objective_of(case), "on_step": mark}
+    lg.train_gates(model, tokenizer, rows, lg.GateConfig(-1, 2), GateTrainingSettings(**shared), **own)
 
 
 def measured(case: Case) -> tuple[int, int]:
@@ -186,7 +215,7 @@ def planned(case: Case) -> Estimate:
         base=case.dtype,
         autocast=case.precision != "fp32",
         gradient_checkpointing=case.checkpointing,
-        objective=objectives[case.objective],
+        objective=objective_of(case),
         dora=case.dora,
         passes=case.passes,
     )

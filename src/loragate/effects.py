@@ -47,7 +47,11 @@ SETTING_CONDITIONS: dict[str, tuple[SettingCondition, ...]] = {
         SettingCondition(("dev_task", "dev_grader"), "dev_data"),
         *_DEV_GRADER_CONDITIONS,
     ),
-    "sweep": (*_DEV_SET_CONDITIONS, SettingCondition(("workers", "gpus_per_trial"), "runner", ("auto", "ray"))),
+    "sweep": (
+        *_DEV_SET_CONDITIONS,
+        SettingCondition(("workers", "gpus_per_trial"), "runner", ("auto", "ray")),
+        SettingCondition(("learning_rate",), "learning_rates", (None,)),
+    ),
     # a task file; the harness asks and judges in its own way
     "task": (
         SettingCondition(("harness",), "grader", ("lm-eval",)),

@@ -60,6 +60,10 @@ def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
     assert scored == ["adapter", "base", "gated", "adapter negative", "adapter positive"]
     printed = capsys.readouterr().out
     assert record.conclusion[0] in " ".join(printed.split())
+    assert diagnose(place, "entropy", tmp_path / "two", *asked, "--temperature", "1,0") == 2
+    assert "--temperature 1,0: a diagnosis draws its answers at one temperature" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert diagnose(place, "entropy", out, *asked, "--resume") == 0
     assert read(EntropyRecord, out / "entropy.json").interventions == record.interventions
 
@@ -105,6 +109,29 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
     reward = read(AlignmentRecord, tmp_path / "reward" / "alignment.json")
     assert (reward.about.settings["value"], reward.rows) == ("reward", 4), "questions; each has two answers"
+
+
+@pytest.mark.parametrize("what", ["tokens", "gates"])
+def test_a_full_disk_leaves_what_was_shown(place, tmp_path, capsys, monkeypatch, what):
+    out = tmp_path / "run"
+    assert diagnose(place, "interventions", out, "--tasks", place / "words.yaml", "--interventions", "unit") == 0
+    capsys.readouterr()
+
+    def full(path, value):
+        raise LoragateError(describe_os_error(path, OSError(errno.ENOSPC, "No space left on device")))
+
+    monkeypatch.setattr("loragate.analysis.context.write_json", full)
+    assert diagnose(place, what, tmp_path / "look", "--run", out, "--limit", 2) == 1
+    shown = capsys.readouterr()
+    told = " ".join(shown.err.split())
+    assert f"{what}.json was not written: the disk is full" in told
+    assert "Of this look the lines above are all that was kept" in told
+    if what == "tokens":
+        lines = [line for line in shown.out.splitlines() if line.startswith("words/")]
+        assert [line.split(":")[0] for line in lines] == ["words/0", "words/1"]
+        assert all(f"{of} " in line for line in lines for of in ("base", "adapter", "gated"))
+    else:
+        assert "λ" in shown.out
 
 
 def test_one_cell_of_an_evaluated_sweep_is_read_by_the_folder_of_its_gates(place, tmp_path, capsys):

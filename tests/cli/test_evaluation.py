@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from command_kit import words_task
@@ -23,6 +24,7 @@ import loragate as lg
 from loragate.cli.evaluate import EvalOptions
 from loragate.cli.evaluation_runs import load_inputs, make_request, next_line
 from loragate.cli.main import main
+from loragate.display import percent
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import EngineProvider, find_available_variants, load
@@ -31,8 +33,16 @@ from loragate.evaluation.judging import grading_fingerprint, read_grades, write_
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
+from loragate.evaluation.statistics import average_at_k, compare_out_of_fold, out_of_fold
 from loragate.evaluation.tasks import load_task
-from loragate.evaluation.variants import ModelVariant, activate_variant, canary, variants_for
+from loragate.evaluation.variants import (
+    ModelVariant,
+    activate_variant,
+    at_temperatures,
+    canary,
+    control_temperatures,
+    variants_for,
+)
 from loragate.files import file_lock
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, ModelRef, resolve
@@ -97,15 +107,18 @@ def run(place, model, out, *more, tasks=None):
 def test_rows_of_each_kind():
     assert [v.label for v in variants_for("base")] == ["base"]
     assert [v.label for v in variants_for("adapter", "none")] == ["adapter", "base"]
-    names = [v.label for v in variants_for("gated", "cheap", [-0.5, 0.5, 0.5])]  # one row per name
-    cooler = [f"{acts} {how}" for acts in ("adapter", "base", "gated") for how in ("T=0.6", "T=0.3", "greedy")]
-    assert names == ["adapter", "base", "gated", *cooler, "adapter λ=-0.5", "adapter λ=0.5"]
+    variants = variants_for("gated", "cheap", [-0.5, 0.5, 0.5])  # one row per name
+    names = ["adapter", "base", "gated", "adapter λ=-0.5", "adapter λ=0.5"]
+    assert [v.label for v in variants] == names
+    added = at_temperatures(variants, control_temperatures("gated", "cheap"))[len(names) :]
+    assert [v.label for v in added] == [f"{name} {how}" for how in ("T=0.6", "T=0.3", "greedy") for name in names]
+    assert {v.reference_label for v in added if v.label.endswith("T=0.3")} == {"adapter", "adapter T=0.3"}
+    assert [control_temperatures(*of) for of in (("base", "cheap"), ("gated", "none"), ("gated", "alone"))] == [()] * 3
     with pytest.raises(lg.errors.ConfigError, match="λ = 0 is the base"):
         variants_for("gated", "cheap", [0.0])
     with pytest.raises(lg.errors.ConfigError, match="cheap"):
         variants_for("gated", "chaep")
-    greedy = next(v for v in variants_for("adapter") if v.control == "greedy")
-    assert greedy.sampling(SamplingConfig(samples=16)).samples == 1
+    assert ModelVariant("adapter").with_temperature(0).sampling(SamplingConfig(samples=16)).samples == 1
 
 
 def test_a_row_is_the_model_it_names():
@@ -191,9 +204,8 @@ def test_all_rows_side_by_side(place, tmp_path, capsys):
         assert words in " ".join(text.split()), words
     record = read_record(tmp_path / "run" / "results.json")
     assert record.range == (-3, 2), "whatever the folder is called"
-    names = [row.label for row in record.results]
-    cooler = [f"{acts} {how}" for acts in ("adapter", "base", "gated") for how in ("T=0.6", "T=0.3", "greedy")]
-    assert names == ["adapter", "base", "gated", *cooler, "adapter λ=0.5"]
+    names, at_own = [row.label for row in record.results], ["adapter", "base", "gated", "adapter λ=0.5"]
+    assert names == at_own + [f"{name} {how}" for how in ("T=0.6", "T=0.3", "greedy") for name in at_own]
     for how in ("T=0.6", "T=0.3", "greedy"):  # best against best: the gates meet the adapter at their own temperature
         ours, theirs = (record.find("words", acts, how) for acts in ("gated", "adapter"))
         assert ours.comparison.mean == pytest.approx(ours.avg_at_k.mean - theirs.avg_at_k.mean)
@@ -226,12 +238,79 @@ def test_an_evaluation_says_what_no_strength_reaches(place, tmp_path):
         find_available_variants(load(str(tmp_path / "adapter")), constants=[0])
 
 
-def test_no_row_repeats_the_tasks_own_temperature(place, tmp_path):
-    assert run(place, "gated", tmp_path / "run", "--temperature", "0.6", "--constants", "0.5", "--samples", "1") == 0
-    names = [row.label for row in read_record(tmp_path / "run" / "results.json").results]
-    cooler = [f"{acts} {how}" for acts in ("adapter", "base", "gated") for how in ("T=0.3", "greedy")]
-    assert names == ["adapter", "base", "gated", *cooler, "adapter λ=0.5"]
-    assert "adapter greedy" not in [row.label for row in variants_for("gated", own=0.0)]
+def test_every_variant_at_every_temperature_that_is_given_and_at_no_other(place, tmp_path, capsys):
+    out, few = tmp_path / "run", ("--constants", "0.5", "--samples", "2", "--limit", "4")
+    assert run(place, "gated", out, *few, "--temperature", "0,1.5,0.6") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    names, path = ["adapter", "base", "gated", "adapter λ=0.5"], out / "results.json"
+    record = read_record(path)
+    assert record.tasks[0].sampling.temperature == 1.5, "the highest stands in place of the task's own"
+    rows = [(row.label, row.temperature, row.avg_at_k.samples) for row in record.results]
+    assert rows == [
+        (f"{name}{suffix}", heat, samples)
+        for suffix, heat, samples in (("", None, 2), (" T=0.6", 0.6, 2), (" greedy", 0.0, 1))
+        for name in names
+    ]
+    # best against best, one λ too, by the statistics that the record is made with
+    found = {
+        name: out_of_fold(
+            np.array(
+                [record.find("words", f"{name}{suffix}").question_scores for suffix in ("", " T=0.6", " greedy")]
+            ).T
+        )
+        for name in names
+    }
+    for name in names:
+        best = record.find("words", name).at_best
+        assert best.score == average_at_k(found[name][:, None])
+        versus = None if name == "adapter" else compare_out_of_fold(found[name], found["adapter"])
+        assert best.comparison == versus
+        assert f"{name} {percent(best.score.mean)}" in shown.partition("At its best temperature %:")[2]
+    assert all(row.at_best is None for row in record.results if row.temperature is not None)
+    assert {row.comparison and row.label for row in record.results if row.temperature == 0.6} == {
+        f"{name} T=0.6" for name in names
+    }
+
+    before = {one: one.read_bytes() for one in (out / "samples").rglob("*.jsonl")}
+    assert run(place, "gated", out, *few, "--temperature", "1.5,0.9,0.6,0", "--resume") == 0
+    more = read_record(path)
+    assert [row.label for row in more.results if row.temperature == 0.9] == [f"{name} T=0.9" for name in names]
+    for row in record.results:  # with their own comparisons; p is of a larger family
+        again = more.find("words", row.label)
+        assert (again.question_scores, again.comparison and again.comparison.mean) == (
+            row.question_scores,
+            row.comparison and row.comparison.mean,
+        )
+    assert {one: one.read_bytes() for one in before} == before, "nothing is drawn again"
+    assert len([*(out / "samples").rglob("*.jsonl")]) == len(before) + len(names)
+    assert run(place, "gated", out, *few, "--temperature", "2,1.5", "--resume") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "was begun with tasks[0].sampling.temperature = 1.5, now it is 2.0" in said
+
+
+def test_one_temperature_is_no_list_of_several(place, tmp_path):
+    assert run(place, "gated", tmp_path / "run", "--temperature", "0.6", "--samples", "1", "--limit", "2") == 0
+    record = read_record(tmp_path / "run" / "results.json")
+    assert [row.label for row in record.results] == ["adapter", "base", "gated", "adapter λ=0.5"]
+    assert record.tasks[0].sampling.temperature == 0.6
+    assert not any(row.at_best for row in record.results)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("1,-0.5", "found -0.5, expected numbers from 0 (greedy) separated by commas, such as 1,0.6,0.3,0"),
+        ("1,warm", "--temperature 1,warm: expected numbers from 0"),
+        ("1,,0", "--temperature 1,,0: expected numbers"),
+        ("nan", "found nan"),
+        ("inf,1", "found inf"),
+        ("1,0.60,0.6", "0.6 is given twice"),
+    ],
+)
+def test_what_is_no_list_of_temperatures(place, tmp_path, fails, text, why):
+    known = ("eval", "--model", place / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "out")
+    assert why in fails(*known, "--temperature", text)
+    assert not (tmp_path / "out").exists(), "before anything is loaded"
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +428,7 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
     assert run(place, "gated", tmp_path / "two", "--replicas", "2", "--batch-size", "4") == 0
     one, two = drawn(tmp_path / "one"), drawn(tmp_path / "two")
     assert one == two
-    assert len(one) == 6 * (10 * 4 + 3)
+    assert len(one) == 6 * 4 * (3 * 4 + 1), "four models at three temperatures and greedily"
     rows = [[ids for (row, *_), ids in one.items() if row == name] for name in ("adapter", "base", "gated")]
     assert rows[0] != rows[1] != rows[2] != rows[0]
 

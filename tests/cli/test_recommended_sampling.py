@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_kit import words_task
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.data import describe_form
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.settings import TaskSettings
-from loragate.evaluation.variants import ModelVariant, variants_for
 from loragate.gates import recommended
 from loragate.models import Loading, resolve
 from loragate.models.export import export_adapter
@@ -20,8 +21,8 @@ from loragate.serving import frontend
 from loragate.serving.explore import explorer_of
 from loragate.serving.hooks import replace_method
 from loragate.serving.settings import ServerSettings
-from loragate.serving.vllm_server import print_sampling, served_adapters
-from tiny import tiny_adapter, tiny_base, write_base
+from loragate.serving.vllm_server import print_forms, print_sampling, served_adapters
+from tiny import run, tiny_adapter, tiny_base, tiny_tokenizer, write_base, write_rows
 
 SETTINGS = [
     {"name": "[-3,2]", "temperature": 0.3, "mean": 0.521, "low": 0.48, "high": 0.562},
@@ -57,6 +58,37 @@ def generated(capsys, folder, *more):
     argv = ["generate", "--model", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8", *more]
     assert main(argv) == 0
     return capsys.readouterr()
+
+
+def test_another_form_of_prompts_is_named(place, tmp_path, capsys):
+    """Of a choice on plain texts: in `generate`, `eval` and `serve`, and in none of them where the forms are alike."""
+    raw, chat = describe_form(True), describe_form(False)
+    for name, form in (("raw", raw), ("chat", chat), ("kept", describe_form(False, system="keep"))):
+        shutil.copytree(place / "plain", tmp_path / name)
+        record = json.loads((tmp_path / name / "gate_config.json").read_text())
+        record["selection"] = {"dev": {"form": form}}
+        (tmp_path / name / "gate_config.json").write_text(json.dumps(record))
+    said = generated(capsys, tmp_path / "raw").err
+    assert f"raw was chosen on questions asked {raw}, and here prompts are put {chat}" in said
+    assert "was chosen on" not in generated(capsys, tmp_path / "raw", "--raw").err
+    assert f"asked {chat}, and here prompts are put {raw}" in generated(capsys, tmp_path / "chat", "--raw").err
+    assert "was chosen on" not in generated(capsys, tmp_path / "chat").err
+    assert "was chosen on" not in generated(capsys, tmp_path / "kept").err, "the template adds no system message"
+    (tmp_path / "words.yaml").write_text(words_task(samples=1))
+    write_rows(tmp_path / "words.jsonl", [{"prompt": "w1 w2", "answer": "w3"}])
+    for name, words in (
+        ("raw", f"raw was chosen on questions asked {raw}, and here prompts are put {chat}"),
+        ("chat", ""),
+    ):
+        evaluated = ["eval", "--model", tmp_path / name, "--tasks", tmp_path / "words.yaml", "--controls", "alone"]
+        run(*evaluated, "--out", tmp_path / f"{name}-scores")
+        out = " ".join(capsys.readouterr().out.split())
+        assert (words in out, "was chosen on" in out) == (True, bool(words))
+    settings = ServerSettings(model=str(tmp_path / "raw"), adapters=f"more={tmp_path / 'chat'}")
+    print_forms(served_adapters(settings)[1], tiny_tokenizer(), "none")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "warning: gated was chosen on questions asked as plain text" in out
+    assert "more was chosen" not in out
 
 
 def test_generate(place, capsys):
@@ -251,37 +283,30 @@ def test_the_explorer_begins_there(place):
         assert ("recommends" in (heat.info or "")) == says
 
 
-def test_rows_of_an_evaluation():
-    assert variants_for("gated", "none", recommended=0.45)[3:] == [
-        ModelVariant("adapter", "T=0.45", temperature=0.45),
-        ModelVariant("base", "T=0.45", temperature=0.45),
-        ModelVariant("gated", "T=0.45", temperature=0.45),
-    ]
-    assert variants_for("gated", "alone", recommended=0.0)[1:] == [ModelVariant("gated", "greedy", temperature=0.0)]
-    assert variants_for("gated", "cheap", recommended=0.3) == variants_for("gated", "cheap")
-    names = [row.label for row in variants_for("adapter", "cheap", [], recommended=0.8)]
-    heats = ("T=0.6", "T=0.3", "greedy", "T=0.8")
-    assert names == ["adapter", "base", *(f"{acts} {heat}" for acts in ("adapter", "base") for heat in heats)]
-
-
 @pytest.mark.parametrize(
-    ("name", "asked", "tasks", "row", "words"),
+    ("name", "asked", "controls", "tasks", "added", "words"),
     [
-        ("cool", None, [1.0], 0.3, "among the controls"),
-        ("greedy", None, [0.0, 1.0], 0.0, "among the controls"),
-        ("cool", None, [0.3], None, "sampling at temperature 0.3, as"),
-        ("cool", 1.0, [1.0], None, "is recommended at temperature 0.3"),
-        ("cool", None, [], None, ""),
-        ("plain", None, [1.0], None, ""),
+        ("cool", "", "none", [1.0], [0.3], "every variant is scored at that temperature as well"),
+        ("greedy", "", "alone", [0.0, 1.0], [0.0], "as well"),
+        ("cool", "", "none", [0.3], [], "sampling at temperature 0.3, as"),
+        ("cool", "", "cheap", [1.0], [0.6, 0.3, 0.0], "as well"),
+        ("greedy", "", "cheap", [0.6], [0.3, 0.0], "as well"),
+        ("plain", "", "full", [0.6], [0.3, 0.0], ""),
+        ("plain", "", "cheap", [0.6, 1.0], [0.6, 0.3, 0.0], ""),
+        ("cool", "1", "cheap", [1.0], [], "is recommended at temperature 0.3"),
+        ("cool", "0.9,1", "cheap", [1.0], [0.9], "sampling at temperature 1, but"),
+        ("cool", "1,0.3", "none", [1.0], [0.3], "as well"),
+        ("cool", "", "none", [], [], ""),
+        ("plain", "", "none", [1.0], [], ""),
     ],
 )
-def test_what_an_evaluation_adds_and_says(place, name, asked, tasks, row, words):
+def test_what_an_evaluation_adds_and_says(place, name, asked, controls, tasks, added, words):
     found = resolve(place / name)
-    loaded = SimpleNamespace(model_source=found, recommended_temperature=found.recommended_temperature)
+    loaded = SimpleNamespace(kind=found.kind, model_source=found, recommended_temperature=found.recommended_temperature)
     request = Request(str(place / name), place, TaskSettings(temperature=asked))
     plain = SimpleNamespace(harness=None)
     prepared = [SimpleNamespace(task=plain, sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
-    assert request.added_temperature(prepared, loaded) == row
+    assert request.added_temperatures(prepared, loaded, controls) == added
     note = request.sampling_note(prepared, loaded)
     assert words in note
     assert bool(words) == bool(note)

@@ -39,6 +39,8 @@ def turns_of(row):
         ("prompt_completion", {"query": "2+2?", "answer": "4", "lang": "python"}),  # CodeFeedback
         ("prompt_completion", {"input": "2+2?", "output": "4"}),
         ("alpaca", {"instruction": "2+2?", "input": "<noinput>", "output": "4"}),
+        ("alpaca", {"instruction": "2+2?", "input": "nan", "output": "4"}),
+        ("messages", {"messages": [{"role": "user", "content": ["2+", {"type": "text", "text": "2?"}]}, ANSWER]}),
         ("alpaca", {"instruction": "2+2?", "input": "Noinput", "output": "4"}),
         ("prompt_completion", {"question": "2+2?", "train": True, "weight": "1.0", "answer": "4"}),
         ("messages", {"messages": [ASK, ANSWER], "choices": ["3", "4"]}),
@@ -236,6 +238,7 @@ def test_a_system_column_opens_the_conversation():
         ),
         ({"messages": [ASK, ANSWER], "problem": "2+2?", "source": "x"}, ["problem", "source"]),
         ({"prompt": "a", "completion": "b", "context": "c", "tools": [{"name": "d"}]}, ["context", "tools"]),
+        ({"prompt": "a: 1 or 2?", "completion": "1", "choices": ["1", "2"], "input": "<noinput>", "id": 3}, ["id"]),
         ({"prompt": [ASK], "completion": [ANSWER], "tools": [{"name": "d"}], "keep_mask": [1]}, []),
         (
             {"prompt": [ASK], "completion": [ANSWER], "system": "S", "context": "c", "input": "d"},
@@ -461,3 +464,20 @@ def test_any_json_object_is_turns_or_a_data_error(row):
         assert outcome.is_plain or any(message["role"] == "assistant" for message in outcome.messages)
     else:
         assert str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "2+2?", "answer": 4}, "answer is a value of type int, expected text: write 4 between quotes"),
+        ({"question": "2+2?", "answer": True}, "answer is a boolean, expected text$"),
+    ],
+)
+def test_a_number_in_place_of_a_text_is_refused_with_what_to_do(row, message):
+    with pytest.raises(DataError, match=message):
+        turns_of(row)
+
+
+def test_blanks_around_the_name_of_a_column_are_seen():
+    with pytest.raises(DataError, match="found the keys ' response', prompt, which fit no known"):
+        detect_format({"prompt": "a", " response": "b"})

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
 
 import datasets
 import pandas
@@ -202,6 +203,11 @@ def test_limit_stops_reading(write, parquet):
         ("a.jsonl", b'{"a": 1}\n[1, 2]\n', r"a.jsonl:2: found '\[1, 2\]', expected one JSON object per line"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"a.jsonl:2: byte 8 of the line is b'\\xff', which is not UTF-8"),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), "a.jsonl is UTF-16; save it as UTF-8"),
+        (
+            "a.jsonl",
+            b'{"a": {"b": 1, "c": 2, "b": 3}}',
+            "a.jsonl:1: JSON that cannot be read: .the key 'b' stands twice in one object; remove",
+        ),
         ("a.jsonl", b'{"a": ' + b"[" * 200_000, "a.jsonl:1: JSON that cannot be read: .*recursion"),
         ("a.jsonl", b'{"\x1b[31m": 1\n', r"a.jsonl:1: malformed JSON at column 3: .*near '\{\"\\x1b\[31m\": 1'"),
         ("a.json", b'[\n{"a": 1},\n{"a": tru}\n]', r"a.json:3: malformed JSON at column 7: .*near '\{\"a\": tru\}'"),
@@ -343,3 +349,10 @@ def test_any_bytes_are_rows_or_a_data_error(lines, ending, suffix, tmp_path):
         assert len(outcome.fingerprint) == 64
     else:
         assert str(path) in str(outcome)
+
+
+@pytest.mark.parametrize(("name", "form"), [("a.jsonl", "{}"), ("a.json", "[{}]")])
+def test_what_pandas_writes_for_a_missing_value_is_missing(name, form, tmp_path):
+    path = tmp_path / name
+    path.write_text(form.format('{"a": NaN, "b": [NaN, -Infinity, 2]}'))
+    assert list(load_rows(path)) == [{"a": None, "b": [None, -math.inf, 2]}]

@@ -136,11 +136,11 @@ def test_a_turn_of_a_channel_that_the_template_does_not_read_is_refused(stem):
     final = {"role": "assistant", "channel": "final", "content": "Reply one."}
     for channel in ("analysis", "commentary"):
         turn = {"role": "assistant", "channel": channel, "content": "They ask."}
-        for one in (turn, {**turn, "train": False}):
-            with pytest.raises(
-                DataError, match=rf"message 1 has the channel '{channel}', which the .* the key thinking"
-            ):
-                encode_rows([{"messages": [ask, one, final]}], tokenizer, max_length=None)
+        with pytest.raises(DataError, match=rf"message 1 has the channel '{channel}', which the .* the key thinking"):
+            encode_rows([{"messages": [ask, turn, final]}], tokenizer, max_length=None)
+        (item,) = encode_rows([{"messages": [ask, {**turn, "train": False}, final]}], tokenizer, max_length=None)
+        assert "Reply one." in learned(item, tokenizer)
+        assert "They ask." not in learned(item, tokenizer), "switched off it is context"
         own = byte_level(CHANNELS)
         (item,) = encode_rows([{"messages": [ask, turn, final]}], own, max_length=None)
         assert learned(item, own) == f" {channel}\nThey ask.<|im_end|> final\nReply one.<|im_end|>"

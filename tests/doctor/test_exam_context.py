@@ -52,7 +52,7 @@ def _turn(text):
 def test_examples_are_asked_up_to_their_first_response_once_each(made):
     system = {"role": "system", "content": "w1 w2"}
     asked = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}, *_turn("w5")]
-    rows = [{"messages": [system, *asked, {"role": "assistant", "content": "w6"}]} for _ in range(3)]
+    rows = [{"messages": [system, *asked, {"role": "assistant", "content": f"w{6 + at}"}]} for at in range(3)]
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% if messages[0]['role'] == 'system' %}<unk> {{ messages[0]['content'] }} {% endif %}"
@@ -60,9 +60,19 @@ def test_examples_are_asked_up_to_their_first_response_once_each(made):
     )
     exam = made(tokenizer, data=rows)
     yours = [ids for ids, one in zip(exam.prompt_ids, exam.prompts, strict=True) if one.kind == "yours"]
-    assert [exam.tokenizer.decode(ids) for ids in yours] == 3 * ["<unk> w1 w2 <user> w3 <assistant>"]
+    assert [exam.tokenizer.decode(ids) for ids in yours] == ["<unk> w1 w2 <user> w3 <assistant>"], (
+        "one question, asked once"
+    )
     assert "w1 w2" in exam.prompts[-1].text
     assert "w4" not in exam.prompts[-1].text
+
+
+@pytest.mark.parametrize("given", ["data", "dev_data"])
+def test_the_first_different_questions_are_asked(made, given):
+    rows = [{"prompt": f"w{at // 5}", "response": f"w{at}", "answer": f"w{at}"} for at in range(60)]
+    exam = made(**{given: rows})
+    yours = [ids for ids, one in zip(exam.prompt_ids, exam.prompts, strict=True) if one.kind == "yours"]
+    assert yours == [prompt_ids(_turn(f"w{at}"), exam.tokenizer) for at in range(8)]
 
 
 def test_examples_that_are_too_long_are_counted(made):

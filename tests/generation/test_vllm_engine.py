@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 from tiny_decoders import identities
 
+from loragate.cli.options import EvaluationInputs
 from loragate.errors import ArtifactError, ConfigError, DataError, LoragateError
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.sampling import request_seed
@@ -396,3 +399,25 @@ def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_se
         engine.close()
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+
+
+def test_what_a_start_without_room_can_be_given(
+    fake_vllm: Any, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every flag of the advice is one of `loragate eval`, and every argument one of the engine."""
+
+    def start(**settings: Any) -> None:
+        raise ValueError("No available memory for the cache blocks")
+
+    monkeypatch.setattr(fake_vllm, "LLM", start)
+    with pytest.raises(LoragateError, match="No available memory") as raised:
+        VllmEngine(folders[0], gpu_memory_utilization=0.5)
+    said = str(raised.value)
+    assert "given 0.5 of the memory: less where others hold some (--vllm-memory 0.25)" in said
+    flags = set(re.findall(r"--([a-z-]+)", said))
+    assert flags == {"vllm-memory", "tensor-parallel", "engine"}
+    names = {field.name for field in dataclasses.fields(EvaluationInputs)}
+    assert {flag.replace("-", "_") for flag in flags} <= names
+    own = {"gpu_memory_utilization", "tensor_parallel", "max_model_len"}
+    assert own <= set(inspect.signature(VllmEngine).parameters)
+    assert all(name in said for name in own)

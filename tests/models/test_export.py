@@ -23,7 +23,7 @@ from loragate.models import export as export_room
 from loragate.models import open_tokenizer, resolve
 from loragate.models.export import constant_coefficients, export_adapter, find_non_uniform_keys, fold_adapter
 from test_families import FAMILIES, GROUPED
-from tiny import chatml_tokenizer, run, same, shake, tiny_adapter, tiny_base, write_adapter, write_base
+from tiny import chatml_tokenizer, run, same, shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 from tiny import logits as logits_of
 
 IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 101, 8]])
@@ -248,6 +248,23 @@ def test_the_adapters_tokenizer_comes_along(tmp_path: Path, kind: str) -> None:
     tokenizer.save_pretrained(tmp_path / {"gated": "gated/adapter/tokenizer", "plain": "plain"}[kind])
     run("export", tmp_path / kind, "--constant", "0.5", "--out", tmp_path / "out")
     assert open_tokenizer(resolve(tmp_path / "out")).chat_template == tokenizer.chat_template
+
+
+def test_files_of_another_tokenizer_stay_behind(tmp_path: Path) -> None:
+    """Beside the factors lie a template and tokens that the tokenizer of the own folder does not have."""
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "plain", tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "plain" / "tokenizer")
+    (tmp_path / "plain" / "LICENSE").write_text("mine")
+    (tmp_path / "plain" / "added_tokens.json").write_text('{"w3 w4": 150}')
+    (tmp_path / "plain" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (tmp_path / "plain" / "tokenizer" / "chat_template.jinja").unlink()
+    given = open_tokenizer(resolve(tmp_path / "plain"))
+    run("export", tmp_path / "plain", "--constant", "0.5", "--out", tmp_path / "out")
+    found = open_tokenizer(resolve(tmp_path / "out"))
+    assert found("w3 w4 w5").input_ids == given("w3 w4 w5").input_ids
+    assert found.chat_template == given.chat_template
+    assert (tmp_path / "out" / "LICENSE").is_file()
 
 
 def test_sixteen_bit_factors_become_fp32_where_λ_acts(tmp_path: Path) -> None:

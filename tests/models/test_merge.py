@@ -7,14 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import loragate as lg
 from beside import BESIDE, loaded, make
 from loragate.doctor.static import examine_static
 from loragate.errors import ConfigError, LoragateError
-from loragate.models import Loading, ModelRef, merge, open_base, open_model, resolve
+from loragate.models import Loading, ModelRef, merge, open_base, open_model, open_tokenizer, output_difference, resolve
 from loragate.models.output_difference import compare, compute_log_probs, make_probe_prompts
-from tiny import chatml_tokenizer, logits, run, tiny_adapter, tiny_base, write_adapter, write_base
+from loragate.training.run import save_tokenizer
+from tiny import (
+    TURN_END,
+    chatml_tokenizer,
+    logits,
+    run,
+    tiny_adapter,
+    tiny_base,
+    tiny_tokenizer,
+    write_adapter,
+    write_base,
+)
 
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 4, 8]])
@@ -54,6 +66,35 @@ def test_a_merged_model_is_exported_with_its_figure(tmp_path: Path, fails: Any, 
     run(*line, tmp_path / "half", "--dtype", "bfloat16")
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
+
+
+def test_a_merged_model_reads_texts_as_the_adapter_did(tmp_path: Path, fails: Any, monkeypatch: Any) -> None:
+    """An adapter's own tokenizer, whose class says nothing of a model, comes beside a model whose class splits otherwise."""
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    save_tokenizer(tiny_tokenizer(), tmp_path / "adapter")
+    line = ("export", tmp_path / "adapter", "--to", "merged", "--out")
+    run(*line, tmp_path / "out")
+    given = open_tokenizer(resolve(tmp_path / "adapter"))
+    for found in (AutoTokenizer.from_pretrained(tmp_path / "out"), open_tokenizer(resolve(tmp_path / "out"))):
+        assert found("w3 w4 w5").input_ids == given("w3 w4 w5").input_ids == [8, 9, 10]
+        assert found.chat_template == given.chat_template
+    monkeypatch.setattr(output_difference, "ANY_MODEL", None)  # with which no form reads the same
+    said = fails(*line, tmp_path / "other")
+    assert "reads other token ids from the tokenizer that was written (Qwen2Tokenizer) than the given one" in said
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_merged_model_ends_its_answers_where_the_adapter_does(tmp_path: Path) -> None:
+    """At the end of a turn that the chat template writes and the base's settings do not name, and at the recorded token."""
+    write_base(tmp_path / "base", tokenizer=chatml_tokenizer())
+    model = write_adapter(tmp_path / "adapter", tmp_path / "base")
+    lg.attach_gates(model, lg.GateConfig(-1, 2))
+    lg.save_gates(model, tmp_path / "gated", base_id=str(tmp_path / "base"), stop_token_ids=[9])
+    run("export", f"{tmp_path / 'gated'}@constant=0.5", "--to", "merged", "--out", tmp_path / "out")
+    named = GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
+    assert GenerationConfig.from_pretrained(tmp_path / "base").eos_token_id == 1
+    assert named == [1, TURN_END, 9]
 
 
 def test_an_adapter_that_rounding_takes_away_is_not_merged(tmp_path: Path) -> None:

@@ -186,13 +186,13 @@ def test_without_gates_the_adapter_is_compared_with_its_base():
     assert "the base is significantly better" in both.more[-1]
 
 
-def test_gates_of_a_cell_at_a_temperature_are_told_against_the_adapter_there():
+def test_what_is_said_at_another_temperature_is_said_against_the_adapter_there():
     greedy = {"temperature": 0.0}
-    rows = [row("adapter", 0.9, "greedy", **greedy), row("gated", 0.1, "[-3,1] greedy", verdict="worse", **greedy)]
-    (said,) = evaluation_statements(evaluation_record(*rows))
-    assert said.startswith("On t, [-3,1] greedy, gated is significantly worse than the adapter: 10.0 % against 90.0 %")
-    alone = evaluation_statements(evaluation_record(rows[1]))
-    assert alone == ["On t, [-3,1] greedy, the adapter was not run, so no verdict on the gates is given."]
+    gates, random = (row("gated", 0.1, how, verdict="worse", **greedy) for how in ("greedy", "random gates greedy"))
+    (said,) = evaluation_statements(evaluation_record(row("adapter", 0.9, "greedy", **greedy), gates, random))
+    assert said.startswith("On t, greedy, gated is significantly worse than the adapter: 10.0 % against 90.0 %")
+    alone = evaluation_statements(evaluation_record(gates))
+    assert alone == ["On t, greedy, the adapter was not run, so no verdict on the gates is given."]
 
 
 def test_a_selection_has_its_sentence_its_map_and_its_numbers():
@@ -309,6 +309,34 @@ def test_what_is_better_at_one_temperature_is_not_where_the_other_has_a_better_o
         assert found("gated", verdict, 0.7).startswith("Use the plain adapter")
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "gap", "score"),
+    [
+        (("worse", 0.7), (0.05, 0.2), "t: gated greedy 71.0"),
+        (("better", 0.5), (-0.2, -0.05), "t: adapter T=0.3 61.0"),
+        (("worse", 0.5), (-0.2, -0.05), "t: adapter 30.0"),
+    ],
+)
+def test_the_score_of_the_banner_is_of_the_temperature_that_its_advice_is_about(verdicts, gap, score):
+    (verdict, other), versus = verdicts, {"mean": sum(gap) / 2, "low": gap[0], "high": gap[1], "p": 0.01}
+    found = banner(
+        evaluation_record(
+            row("adapter", 0.3, at_best={"temperature": 0.3, "score": estimate(0.6), "comparison": None}),
+            row(
+                "gated",
+                0.2,
+                verdict=verdict,
+                at_best={"temperature": 0.0, "score": estimate(other), "comparison": versus},
+            ),
+            row("adapter", 0.61, "T=0.3", temperature=0.3),
+            row("gated", 0.73, "λ=0.5 greedy", temperature=0.0),
+            row("gated", 0.71, "greedy", temperature=0.0),
+        )
+    )
+    assert found.score.startswith(score)
+    assert score.split(": ")[1].rsplit(" ", 1)[0] not in found.more[0].split(": ")[1].split(" %, ")[0]
+
+
 def record_of(tasks, average=()):
     """An evaluation's record of {task: verdict on the gates}; `average`: tasks with an average, on which the gates are better."""
     one = evaluation_record()
@@ -351,11 +379,20 @@ def test_the_cells_of_a_sweep_are_counted_and_none_is_chosen():
     record = evaluation_record(row("adapter", 0.3), *cells, row("gated", 0.9, "random gates"))
     said = "On t, 1 of 2 cells significantly better than the adapter, 1 significantly worse; a test may not choose among them"
     assert banner(record).advice == said
-    assert evaluation_statements(record) == [f"{said}."]
+    statement = said.replace("On t,", "On t, T=1,") + "."
+    assert evaluation_statements(record) == [statement]
+    greedy = [row("gated", 0.4, f"[-{n},1], seed 0 greedy", temperature=0.0, verdict="better") for n in (0, 1)]
+    cooler = {**record, "results": [*record["results"], *greedy]}
+    assert banner(cooler).advice == said, "each cell once, at the temperature of the tasks"
+    assert evaluation_statements(cooler) == [
+        statement,
+        "On t, greedy, 2 of 2 cells significantly better than the adapter, 0 significantly worse; a test may not choose among "
+        "them.",
+    ]
     changed = [row("gated", 0.4, f"[-6,3] {name}") for name in ("noreverse", "noextrapolate", "unit", "clip=-1:2")]
     ablated = {**record, "results": [*record["results"], *changed]}
     assert banner(ablated).advice == said, "gates that were changed after training are no cells"
-    assert evaluation_statements(ablated) == [f"{said}."]
+    assert evaluation_statements(ablated) == [statement]
     assert (
         banner(evaluation_record(row("adapter", 0.3), *changed)).advice
         == "The gates were not compared with the adapter"

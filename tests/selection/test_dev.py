@@ -1,23 +1,20 @@
 """Dev sets: what is read, what is refused with file and line, and how they are put to a model."""
 
 import json
-import sys
 
 import pytest
 from selection_kit import write_jsonl
 
-from loragate.data import load_rows
+from loragate.data import describe_form, load_rows
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.tasks import Question, load_task
+from loragate.evaluation.tasks import load_task
 from loragate.selection.dev import (
     collect_excluded_prompts,
-    describe_form,
     estimate_max_new_tokens,
-    find_overlap,
     plain_task,
-    prompts_with_location,
     read_dev,
 )
+from loragate.selection.overlap import prompts_with_location
 from loragate.selection.settings import DevSettings
 from tiny import tiny_tokenizer
 
@@ -155,7 +152,7 @@ def test_it_is_put_to_a_model_as_the_examples_are_and_is_a_task_file_again(tmp_p
     for raw, first in ((True, "What is 0?"), (False, "<user> What is 0? <assistant> ")):
         one = dev.prepare_task(tiny_tokenizer(), None, 3, system="none", answer_tokens=9, raw=raw)
         assert one.prompts[0] == first
-        assert describe_form(one.task, "none").startswith(
+        assert describe_form(one.task.raw, one.task.system).startswith(
             "as plain text" if raw else "through the chat template, without"
         )
         assert (one.task.raw, one.sampling.max_new_tokens, one.sampling.seed) == (raw, 9, 3)
@@ -176,6 +173,13 @@ def test_a_system_message_of_all_rows_is_asked_with_and_what_nothing_reads_is_na
         found.prepare_task(tiny_tokenizer(), None, 3, system="none", answer_tokens=9, raw=True)
 
 
+def test_an_input_that_says_that_there_is_none_is_none():
+    given = [{"instruction": f"What is {i}?", "input": "<noinput>", "answer": i} for i in range(32)]
+    found = read_dev(given, EXACT)
+    assert found.questions.questions[3].prompt == "What is 3?"
+    assert not found.questions.warnings
+
+
 def test_an_answer_may_take_what_training_answers_take():
     def lengths(*given):
         return [{"labels": [-100] * 7 + [1] * length} for length in given]
@@ -183,85 +187,6 @@ def test_an_answer_may_take_what_training_answers_take():
     assert estimate_max_new_tokens(lengths(*[14] * 500)) == 48, "14 and half as many again, 16 to spare, in steps of 16"
     assert estimate_max_new_tokens(lengths(*[14] * 500, 4000)) == 48, "one example of its own kind"
     assert estimate_max_new_tokens(lengths(1000, 1000)) == 1520
-
-
-def train_rows(tmp_path, *prompts):
-    path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": prompt, "completion": "1"} for prompt in prompts])
-    return collect_excluded_prompts(load_rows(path), EXACT)
-
-
-def test_every_shared_question_is_named_with_both_lines(tmp_path):
-    path = write_jsonl(tmp_path / "dev.jsonl", rows(40))
-    taken = train_rows(tmp_path, "new", "What is 7?", "what is 2", "What is 7?")
-    with pytest.raises(DataError) as caught:
-        read_dev(path, EXACT, "dev", taken)
-    head, *lines = str(caught.value).splitlines()
-    assert head.startswith(f"{path}:3: 2 of 40 dev questions are also among the training examples")
-    assert "--drop-overlap" in head
-    train = tmp_path / "train.jsonl"
-    assert lines == [f"{path}:3 = {train}:3", f"{path}:8 = {train}:2, {train}:4"]
-    with pytest.raises(DataError, match=r"and 20 more$"):
-        read_dev(path, EXACT, "dev", train_rows(tmp_path, *(f"What is {i}?" for i in range(40))))
-
-
-def test_shared_questions_are_left_out_of_the_dev_set_on_demand(tmp_path):
-    path = write_jsonl(tmp_path / "dev.jsonl", rows(40))
-    drop = DevSettings(dev_grader="exact", drop_overlap=True)
-    found = read_dev(path, drop, "dev", train_rows(tmp_path, "What is 7?", "what is 2"))
-    assert len(found.questions.questions) == 38
-    assert not {f"{path}:3", f"{path}:8"} & {question.place for question in found.questions.questions}
-    assert found.dropped == {"the training examples": 2}
-    with pytest.raises(DataError, match=r"has 20 different.*; left out: 20 also among the training examples"):
-        read_dev(path, drop, "dev", train_rows(tmp_path, *(f"What is {i}?" for i in range(20))))
-
-
-def test_a_long_question_inside_a_prompt_is_shared(tmp_path):
-    long = "How many of the forty apples in the basket are left when nine were eaten at noon?"
-    path = write_jsonl(tmp_path / "dev.jsonl", [*rows(39), {"prompt": long, "answer": 31}])
-    questions = read_dev(path, EXACT).questions.questions
-    others = [("t:1", "What is"), ("t:2", f"Think. {long} Answer briefly"), ("t:3", long)]
-    assert find_overlap(questions, others) == {f"{path}:40": ["t:3", "t:2"]}
-
-
-APPLES = "Tom has {} apples and buys seven more at the market. How many apples does Tom have now?"
-
-
-@pytest.mark.parametrize("asked", ["{}\nAnswer with a number.", "Solve: {}", "{} Put the answer into \\boxed{{}}."])
-def test_a_long_training_question_inside_a_dev_question_is_shared(asked, tmp_path):
-    given = [{"prompt": asked.format(APPLES.format(i)), "answer": i + 7} for i in range(40)]
-    path = write_jsonl(tmp_path / "dev.jsonl", given)
-    with pytest.raises(DataError, match=r"dev\.jsonl:6: 1 of 40 dev questions are also among the training examples"):
-        read_dev(path, EXACT, "dev", train_rows(tmp_path, "new", APPLES.format(5)))
-    beside = (APPLES.format(50), "Tom has 5 apples", f"{APPLES.format(5)[:-5]}nothing", f"a{APPLES.format(5)}")
-    assert read_dev(path, EXACT, "dev", train_rows(tmp_path, *beside)).dropped == {}
-
-
-def test_an_instruction_of_many_dev_questions_is_no_question(tmp_path):
-    told = "Think about the problem step by step, and put the final answer alone into the last line."
-    path = write_jsonl(tmp_path / "dev.jsonl", [{"prompt": f"{told} {i} + 1?", "answer": i + 1} for i in range(40)])
-    assert read_dev(path, EXACT, "dev", train_rows(tmp_path, told)).dropped == {}
-
-
-def test_the_comparison_takes_time_in_proportion_to_the_texts():
-    def calls(count):
-        def question(i, told=""):
-            prompt = f"Below is an instruction that describes a task. {APPLES.format(i)}{told}"
-            return Question(str(i), prompt, "1", {}, place=f"d:{i}")
-
-        asked = [question(i, " Be brief." * (i % 2)) for i in range(count)]
-        others = [(f"t:{i}", question(i).prompt + " Think." * (i % 2)) for i in range(10 * count)]
-        counted, before = [0], sys.getprofile()
-
-        def on_event(*_):
-            counted[0] += 1
-
-        sys.setprofile(on_event)
-        found = find_overlap(asked, others)
-        sys.setprofile(before)
-        assert len(found) == count // 2, "those without an addition"
-        return counted[0]
-
-    assert calls(80) < 2.3 * calls(40)
 
 
 def test_right_answers_that_stand_for_a_missing_one_are_named(tmp_path):

@@ -101,6 +101,32 @@ def test_a_stopped_evaluation_of_a_sweep_goes_on_and_a_changed_cell_is_noticed(
     assert "variants.jsonwasbegunwithgated[0,1],seed0.gates_sha256" in said
 
 
+def test_cells_at_several_temperatures_meet_the_adapter_at_its_best(swept, tasks, tmp_path):
+    out = tmp_path / "out"
+    line = [
+        "eval",
+        "--sweep",
+        str(swept),
+        "--tasks",
+        tasks,
+        "--limit",
+        "4",
+        "--temperature",
+        "0.5,0",
+        "--out",
+        str(out),
+    ]
+    assert main(line) == 0
+    record = read_record(out / "results.json")
+    labels = ["adapter", *(f"gated {name}" for name in CELLS)]
+    assert [row.label for row in record.results if row.task == "few"] == labels + [f"{one} greedy" for one in labels]
+    assert record.find("few", labels[1]).at_best.comparison is not None
+    assert {row.control for row in record.suites} == {None, "greedy", *CELLS, *(f"{name} greedy" for name in CELLS)}
+    assert sorted(path.name for path in out.glob("heatmap*.png")) == [
+        f"heatmap_math_gated_seed_{seed}{at}.png" for seed in (0, 1) for at in ("", "_greedy")
+    ]
+
+
 def test_cells_that_are_not_finished_are_named(swept, tasks, tmp_path, capsys):
     copied = shutil.copytree(swept, tmp_path / "swept")
     (copied / "trials" / "entropy_0_1_seed1" / "gated" / "gate_config.json").unlink()

@@ -15,6 +15,7 @@ from places import arguments, numbers, stamps, sweep
 import loragate as lg
 from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.gates.range import Range
+from loragate.report import scores
 from loragate.selection import trials
 from loragate.selection.selection_run import describe_written_seed
 from tiny import VOCABULARY
@@ -48,6 +49,19 @@ def test_the_recommended_variant_is_written_and_can_be_loaded(swept):
     assert record["sampling"]["temperature"] == found["temperature"]
     assert ("the gates written are those of seed 0" in found["reason"]) == (found["trial"] is not None)
     lg.load_gated(swept / "best")
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ([-1e-3], "learning rate: it must be above 0, found -0.001"),
+        ([float("nan")], "learning rate"),
+        ([1e-3, 0.001], "the learning rate 0.001 is given twice"),
+    ],
+)
+def test_what_is_no_learning_rate(rates, message):
+    with pytest.raises(ConfigError, match=message):
+        trials.make_trials([Range(0, 1)], ["entropy"], [0], rates)
 
 
 def test_it_is_said_which_seeds_gates_are_written():
@@ -101,6 +115,35 @@ def test_without_a_dev_set_cells_are_trained_and_none_is_chosen(place, tmp_path,
     assert sweep([*argv, "--resume"]) == 0
 
 
+def test_learning_rates_are_an_axis_whose_cells_are_compared_apart(place, tmp_path):
+    out = tmp_path / "out"
+    argv = arguments(place, out, "--runner", "sequential", "--learning-rates", "0.05,1e-3", seeds="0,1")
+    del argv[argv.index("--learning-rate") : argv.index("--learning-rate") + 2]
+    with pytest.raises(ConfigError, match="--learning-rates: expected numbers separated by commas"):
+        sweep([*argv[:-1], "1e-3,x"])
+    assert sweep(argv) == 0
+    read = lambda path: json.loads(path.read_text())  # noqa: E731
+    for rate in (0.05, 0.001):
+        for slug in (f"entropy_-3_2_lr{rate:g}_seed0", f"entropy_0_1_lr{rate:g}_seed1"):
+            config = read(out / "trials" / slug / "gated" / "gate_config.json")
+            assert config["training"]["settings"]["learning_rate"] == rate
+    labels = {row["label"] for row in read(out / "selection.json")["variants"]}
+    cells = {f"gated {bounds} lr={rate} greedy" for bounds in ("[-3,2]", "[0,1]") for rate in ("0.05", "0.001")}
+    assert cells <= labels, "the seeds of a range and rate are one"
+    scored = {row["control"]: row["question_scores"] for row in read(out / "dev" / "results.json")["results"]}
+    assert scored["[-3,2] lr=0.05, seed 0 greedy"] != scored["[-3,2] lr=0.001, seed 0 greedy"]
+    assert {path.name for path in out.glob("heatmap*.png")} == {
+        f"heatmap_gated_lr_{rate}_greedy.png" for rate in (0.05, 0.001)
+    }
+    assert scores.CELL.fullmatch("[-3,2] ce lr=1e-05, seed 0")
+    found = trials.make_trials([Range(0, 1)], ["ce"], [3], [1e-5, None])
+    assert [(one.name, one.slug) for one in found] == [
+        ("[0,1] ce lr=1e-05, seed 3", "ce_0_1_lr1e-05_seed3"),
+        ("[0,1] ce, seed 3", "ce_0_1_seed3"),
+    ]
+    assert [trials.Trial.from_record(one.as_record()) for one in found] == list(found)
+
+
 def test_another_sweep_is_not_resumed(place, swept):
     first = ("--runner", "sequential", "--resume")
     with pytest.raises(ConfigError, match=r"training\.learning_rate = 0.05, now it is 0.01"):
@@ -124,6 +167,7 @@ def test_another_sweep_is_not_resumed(place, swept):
         (["--seeds", "0,x"], "whole numbers"),
         (["--seeds", "3,3"], "seed 3 is given twice"),
         (["--seeds", "3,-1"], "seed: it must be at least 0, found -1"),
+        (["--learning-rates", "1e-3"], "--learning-rate has no effect with learning_rates 1e-3"),
         (["--dev-data", "nowhere.jsonl"], "found no file"),
         (["--runner", "sequential", "--workers", "4"], "--workers has no effect with runner sequential"),
         (["--granularity", "tokens"], "--granularity"),

@@ -163,6 +163,11 @@ def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
     assert arguments(tmp_path, train_sampling_strategy="group_by_length", **prepared).pad_to_multiple_of is None
 
 
+def test_activations_are_not_moved_off_a_cpu(tmp_path):
+    with pytest.raises(ConfigError, match=r"activation_offloading .* runs on the CPU: leave it out"):
+        arguments(tmp_path, activation_offloading=True)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import loragate as lg
+from loragate.losses.objectives import objectives
 from loragate.training import FineTuningSettings, GateTrainingSettings
 from loragate.training.memory import free_memory
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
@@ -53,6 +54,16 @@ def test_the_need_is_that_of_the_formula_beside_the_base(monkeypatch):
         lg.train_adapter(tiny_base(hidden_size=64), tiny_tokenizer(), tiny_rows(8), settings)
         tokens[rows] = told[-1][2]
     assert tokens[8] > 2 * tokens[1] > 0
+
+
+def test_a_reference_of_gates_is_counted():
+    """An objective with a KL to the base, given to the training of gates as it is to that of an adapter."""
+    from loragate.training import memory
+
+    base, how = tiny_adapter().get_base_model(), {"autocast": False, "checkpointing": False, "k": 8}
+    own, kl = (memory.pass_memory(base, 4, 64, one, gates=True, **how) for one in (None, objectives["eksft"]))
+    states = 4 * 64 * 0.75 * 4 * base.config.hidden_size  # of the reference, at the responses
+    assert kl - own > states
 
 
 def test_what_is_free_is_read_off_the_machine():
@@ -129,7 +140,15 @@ def test_the_largest_pass_that_fits_is_taken(monkeypatch):
     model = tiny_adapter()
     need = {
         rows: memory.pass_memory(
-            model.get_base_model(), rows, 64, None, autocast=False, checkpointing=False, k=8, passes=24 // rows
+            model.get_base_model(),
+            rows,
+            64,
+            None,
+            gates=True,
+            autocast=False,
+            checkpointing=False,
+            k=8,
+            passes=24 // rows,
         )
         for rows in (8, 6, 4, 3)
     }

@@ -23,7 +23,7 @@ from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, disti
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.display import pluralize
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import ConfigError, DataError, LoragateError, nearest
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import EngineContext, load
 from loragate.evaluation.evaluate import Evaluation, open_evaluation
@@ -183,6 +183,10 @@ class DiagnosticContext(ReadsModel):
             self.tasks = self.request.check()
         else:
             require_run_folder(self.folder, self.request.resume)
+        if drawing and len(self.request.tasks.temperatures) > 1:
+            raise ConfigError(
+                f"--temperature {self.request.tasks.temperature}: a diagnosis draws its answers at one temperature; give one"
+            )
         for task in self.tasks:
             if task.harness is not None:
                 raise ConfigError(
@@ -331,5 +335,13 @@ class DiagnosticContext(ReadsModel):
         about = replace(record.about, seconds=round(time.monotonic() - self.began, 3))
         record = replace(record, about=about, conclusion=conclude(record))
         self.show(record)
-        write_json(self.folder / f"{name}.json", records.to_json(record))
+        self.write(name, records.to_json(record))
         return record
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        """A record that was shown, as `name`.json into the folder; where that fails, the error says what is left of the work."""
+        try:
+            write_json(self.folder / f"{name}.json", record)
+        except LoragateError as error:
+            said = "Of this look the lines above are all that was kept"
+            raise LoragateError(f"{str(error).rstrip('.')}. {said}") from error

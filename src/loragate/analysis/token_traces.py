@@ -17,10 +17,10 @@ import torch
 from loragate.analysis.context import DiagnosticContext
 from loragate.analysis.rows import no_progress, require_finite
 from loragate.analysis.settings import DiagnoseSettings
+from loragate.display import pluralize
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.variants import ModelVariant, activate_variant
-from loragate.files import write_json
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.attach import gate_modules
 from loragate.generation import OnProgress, Sample
@@ -52,7 +52,8 @@ class Question:
 
 
 def diagnose_tokens(context: DiagnosticContext, settings: DiagnoseSettings) -> dict[str, Any]:
-    """Traces of the first answers of base, adapter and gated model to the first questions of each task; writes tokens.json.
+    """Traces of the first answers of base, adapter and gated model to the first questions of each task; says their means and
+    writes tokens.json.
 
     Raises:
         ConfigError: where there is no run, or one without answers, and as `DiagnosticContext.begin`.
@@ -79,8 +80,23 @@ def diagnose_tokens(context: DiagnosticContext, settings: DiagnoseSettings) -> d
             max_tokens=min(settings.max_length, MAX_TOKENS),
             on_progress=on_progress,
         )
-    write_json(context.folder / "tokens.json", record)
+    for question in record["questions"]:
+        context.say(f"{question['id']}: {'; '.join(_means(answer, record) for answer in question['answers'])}")
+    context.write("tokens", record)
     return record
+
+
+def _means(answer: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """An answer of the trace record in a line: length, verdict, and means over its tokens."""
+    verdict, count = answer["verdict"], len(answer["tokens"])
+    said = f"{answer['variant']} {pluralize(count, 'token')}"
+    said += "" if verdict is None else ", right" if verdict["correct"] else ", wrong"
+    if not count:
+        return said
+    log_p, entropy, apart = (sum(answer[name]) / count for name in ("log_prob", "entropy", "delta_entropy"))
+    shares = base64.b64decode(answer["gates"])
+    lam = record["lower"] + (record["upper"] - record["lower"]) * sum(shares) / len(shares) / 255
+    return f"{said}, log p {log_p:.3f}, entropy {entropy:.3f}, ΔH {apart:+.3f} nats, λ {lam:.3f}"
 
 
 def trace_answers(

@@ -19,8 +19,8 @@ class EvalOptions(EvaluationInputs):
         model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
             drawn.
-        controls: cheap: adapter and gates at lower temperatures and greedy, and one λ; full: random gates too; alone: nothing
-            beside the model.
+        controls: cheap: one λ, and everything at 0.6, 0.3 and greedily as well, or at --temperature alone; full: random gates too;
+            alone: nothing beside the model.
         constants: constant λ of the cheap controls, separated by commas; lower=0.5 is one for the lower third of the layers (also
             middle, upper, attention, mlp, q_proj).
     """
@@ -51,6 +51,7 @@ COMMAND = Command(
     examples=(
         "loragate eval --model gated --suite math --out runs/math",
         "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --out runs/quick",
+        "loragate eval --model gated --suite math --temperature 1,0.6,0.3,0 --out runs/temperatures",
         "loragate eval --sweep runs/grid --suite math --engine vllm --out runs/grid-math",
     ),
     common="suite tasks data limit samples temperature max_new_tokens seed controls sweep engine batch_size base resume",

@@ -26,7 +26,7 @@ from loragate.cli.options import EvaluationInputs
 from loragate.display import Display, console, duration
 from loragate.evaluation.engines import find_available_variants, load
 from loragate.evaluation.evaluate import Evaluation, make_progress_reporter
-from loragate.evaluation.prepared import Request, common_temperature
+from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.variants import describe_canary
 from loragate.files import write_text
@@ -80,8 +80,8 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
         out.print(loaded.note)
     with display.job("reading the questions"):
         prepared = request.prepare(tasks, loaded)
-    own, recommended = common_temperature(prepared), request.added_temperature(prepared, loaded)
-    variants, left_out = find_available_variants(loaded, controls, constants, recommended, own)
+    temperatures = request.added_temperatures(prepared, loaded, controls)
+    variants, left_out = find_available_variants(loaded, controls, constants, temperatures)
     evaluation = Evaluation.from_request(request, prepared, loaded, variants, left_out=left_out)
     if note := request.sampling_note(prepared, loaded):
         out.print(note)
@@ -156,7 +156,8 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
         if info.grader in other:
             return f"next: loragate regrade {folder} --grader {other[info.grader]}"
     # no second grader: look at answers of the row that did best
-    rows = [row for row in record.results if row.control != "random gates"]  # which no name stands for
+    # no name stands for random gates
+    rows = [row for row in record.results if not (row.control or "").startswith("random gates")]
     own = {info.name: info.sampling.temperature for info in record.tasks}
 
     def temperature_of(row: Any) -> float:

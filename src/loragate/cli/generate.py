@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.display import Display, format_temperature
 from loragate.errors import ConfigError
-from loragate.gates.recommended import chosen_temperature, sampling_note
+from loragate.gates.recommended import chosen_temperature, form_note, sampling_note
 from loragate.printable import escape_for_terminal
 from loragate.validate import PositiveInt
 
@@ -60,7 +61,7 @@ class GenerateOptions(ModelOptions):
 def run(options: GenerateOptions) -> int:
     """Generate and print, answer by answer; finish reasons go to stderr."""
     texts = read_prompts(options)
-    from loragate.data import prompt_ids, render_prompt
+    from loragate.data import describe_form, is_same_form, prompt_ids, render_prompt
     from loragate.gates.override import NAMED_OVERRIDES
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.generation.engine import Prompts
@@ -90,6 +91,9 @@ def run(options: GenerateOptions) -> int:
     else:
         conversations = [[{"role": "user", "content": text}] for text in texts]
         prompts = [render_prompt(talk, tokenizer, system=options.system) for talk in conversations]
+    now = describe_form(options.raw, system=options.system)
+    if note := form_note(options.model, source.sampling, now, partial(is_same_form, tokenizer=tokenizer)):
+        print(f"loragate: warning: {note}", file=sys.stderr)
     answers, wanted = _Answers(options), len(prompts) * sampling.samples
     engine = TransformersEngine(loaded.model, tokenizer, options.batch_size)
     # on a terminal the answers themselves are the progress

@@ -39,7 +39,7 @@ COMMANDS = {
     "doctor": ("cli.doctor", "is a finished adapter right, what does it do to its model, how strongly should it act"),
     "sft": ("cli.sft", "fine-tuning: train a LoRA or DoRA adapter with a token objective"),
     "calibrate": ("cli.calibrate", "train gates for a finished adapter, and choose on a dev set how to use it"),
-    "sweep": ("cli.sweep", "many ranges, seeds and objectives, on Ray or one after the other"),
+    "sweep": ("cli.sweep", "many ranges, learning rates, seeds and objectives, on Ray or one after the other"),
     "eval": ("cli.evaluate", "scores of base, adapter and gated adapter, and what their differences show"),
     "regrade": ("cli.regrade", "judge the stored answers of an evaluation with another grader"),
     "generate": ("cli.generate", "text from a gated adapter, a plain adapter or a base"),

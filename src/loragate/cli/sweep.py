@@ -1,4 +1,4 @@
-"""`loragate sweep`: any grid of ranges × objectives × seeds, in sequence or on Ray, and what the dev set makes of it."""
+"""`loragate sweep`: any grid of ranges × learning rates × objectives × seeds, in sequence or on Ray, and what is chosen."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class SweepOptions(AdapterOptions):
         ranges: "grid" for the paper's 42, or ranges separated by semicolons, as in --ranges="-3,1;0,1;-6,3".
         seeds: seeds of gates and example order, separated by commas.
         objectives: entropy or ce; separated by commas.
+        learning_rates: peak learning rates, separated by commas, in place of --learning-rate.
         runner: auto takes Ray if it is installed.
         workers: parallel trials on this machine; 0 takes as many as fit, on a cluster on the nodes that it has at the start.
         gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.
@@ -40,6 +41,7 @@ class SweepOptions(AdapterOptions):
 
     seeds: str = "42"
     objectives: str = "entropy"
+    learning_rates: str = ""
     runner: Literal["auto", "ray", "sequential"] = "auto"
     workers: NonNegativeInt = 0
     gpus_per_trial: NonNegativeFloat | None = None
@@ -55,13 +57,19 @@ def run(options: SweepOptions) -> int:
         raise ConfigError(
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
+    try:
+        rates = [float(part) for part in comma_list(options.learning_rates)]
+    except ValueError:
+        raise ConfigError(
+            f"--learning-rates: expected numbers separated by commas, such as 1e-4,5e-4, found {options.learning_rates!r}"
+        ) from None
     from loragate.report.selection import selection_table, write_selection
     from loragate.selection.selection_run import progress_callback
     from loragate.selection.sweep import Sweep, absolute_if_exists, choose_runner, raise_failures, run_sweep
     from loragate.selection.trials import Trial, make_trials
     from loragate.training.rows import read_rows
 
-    trials = make_trials(parse_ranges(options.ranges), comma_list(options.objectives), seeds)
+    trials = make_trials(parse_ranges(options.ranges), comma_list(options.objectives), seeds, rates or (None,))
     sweep = Sweep(
         options.adapter,
         partial(read_rows, replace(options, data=absolute_if_exists(options.data)), options.max_rows),
@@ -118,6 +126,8 @@ COMMAND = Command(
         "loragate sweep --adapter adapter --data train.jsonl --ranges grid --dev-data dev.jsonl --out runs/grid",
         "loragate sweep --config grid.yaml --seeds 0,1,2 --gpus-per-trial 0.5 --resume",
     ),
-    common=("ranges seeds objectives dev_data dev_task retention_data learning_rate batch_size runner workers resume"),
+    common=(
+        "ranges seeds objectives learning_rates dev_data dev_task retention_data learning_rate batch_size runner workers resume"
+    ),
     rare=RARE_WITH_GATES,
 )

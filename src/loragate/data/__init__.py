@@ -9,7 +9,7 @@ Names in the order in which a row meets them:
 - endings: what ends an answer, and will the model stop?
 """
 
-from loragate.data.chat import Chat, template_hash
+from loragate.data.chat import Chat, describe_form, is_same_form, template_hash
 from loragate.data.encoding import Collator, EncodedRows, encode_rows, preview, prompt_ids, raw_text, render_prompt
 from loragate.data.endings import Endings, ending_health, find_endings
 from loragate.data.formats import detect_format, normalize
@@ -21,10 +21,12 @@ __all__ = [
     "EncodedRows",
     "Endings",
     "Rows",
+    "describe_form",
     "detect_format",
     "encode_rows",
     "ending_health",
     "find_endings",
+    "is_same_form",
     "load_rows",
     "normalize",
     "preview",

@@ -183,7 +183,7 @@ class Chat:
             )
         # the one text of all turns, cut: what lies between two responses is the prompt of the second
         spans = dict(zip(answers[-1:], (last,)) if rewritten else zip(answers, (*earlier, last)))
-        self._require_written(turns.messages[: answers[-1] + 1], spans, full, where)
+        self._require_written(turns.messages, answers, spans, full, where)
         segments, cursor = [], 0
         for span in spans.values():
             segments += [
@@ -219,17 +219,20 @@ class Chat:
         ends = [end for end in self._turn_ends if text.endswith(end)]
         return text.removesuffix(min(ends, key=len)).rstrip() if ends else text
 
-    def _require_written(self, messages: Sequence[Message], spans: Mapping[int, _Span], full: str, where: str) -> None:
+    def _require_written(
+        self, messages: Sequence[Message], answers: Sequence[int], spans: Mapping[int, _Span], full: str, where: str
+    ) -> None:
         """Refuse what the template leaves out: any part of a response, and a tool call of a turn that is context.
 
         Tool calls are looked for word by word, name and arguments, as every template has a form of its own for them.
         """
-        for index, message in enumerate(messages):
+        for index, message in enumerate(messages[: answers[-1] + 1]):
             if message["role"] != "assistant":
                 continue
             at = f"{where}: the assistant turn at message {index}"
-            channel = message.get("channel")
-            if channel not in (None, "", "final") and not message.get("tool_calls") and not self._reads_channel:
+            # of a turn that is switched off the channel does not matter: it is context
+            channel = message.get("channel") if index in answers and not message.get("tool_calls") else None
+            if channel not in (None, "", "final") and not self._reads_channel:
                 raise DataError(
                     f"{at} has the channel {excerpt(str(channel))}, which the chat template does not read: it would be an answer "
                     "like any other. Put its text into the next answer, as the key thinking (reasoning_content, where the "
@@ -382,6 +385,31 @@ class _Span(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.text.startswith(self.prompt) and bool(self.text[len(self.prompt) : self.end].strip())
+
+
+def describe_form(raw: bool, message: str | None = None, system: str = "none") -> str:
+    """How prompts are put to a model, after "asked".
+
+    Args:
+        raw: as they are, without the chat template.
+        message: the system message, or None for none.
+        system: "none" or "keep", as of `Chat`.
+    """
+    if raw:
+        return "as plain text to go on with, without a chat template"
+    if message:
+        return f"through the chat template, with the system message {message!r}"
+    return "through the chat template, " + (
+        "with the system message that it adds by itself, if any (system=keep)"
+        if system == "keep"
+        else "without the system message that a template may add by itself (system=none)"
+    )
+
+
+def is_same_form(one: str, other: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether two forms of `describe_form` put a prompt to a model alike: also where the template adds no system message."""
+    free = {describe_form(False, system=system) for system in SYSTEM_MODES}
+    return one == other or ({one, other} <= free and not Chat(tokenizer)._injected)
 
 
 def active_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

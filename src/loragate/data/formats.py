@@ -56,7 +56,7 @@ CONTEXT = (
     "paragraph",
     "story",
 )
-NO_INPUT = ("<noinput>", "noinput")  # how Alpaca's rows, in small letters, write that there is no input
+NO_INPUT = ("<noinput>", "noinput", "<no input>", "no input", "nan")  # of Alpaca's rows and of pandas, in small letters
 CHOICES = ("choices", "options", "answer_choices", "endings", "A", "option_a")  # what a question lets choose from
 SYSTEM = ("system", "system_prompt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -282,7 +282,7 @@ def _content(content: Any, place: str) -> str:
     if not isinstance(content, list | tuple):
         return text_of(content, f"the content of {place}")
     blocks = []
-    for block in content:
+    for block in ({"text": one} if isinstance(one, str) else one for one in content):
         if not isinstance(block, Mapping) or block.get("text") is None or block.get("type", "text") not in TEXT_BLOCKS:
             kind = block.get("type") if isinstance(block, Mapping) else kind_of(block)
             raise DataError(
@@ -295,7 +295,8 @@ def _content(content: Any, place: str) -> str:
 def text_of(value: Any, name: str) -> str:
     """`value` if it is text that can be written as UTF-8, else DataError."""
     if not isinstance(value, str):
-        raise DataError(f"{name} is {kind_of(value)}, expected text")
+        remedy = f": write {value} between quotes" if type(value) in (int, float) else ""
+        raise DataError(f"{name} is {kind_of(value)}, expected text{remedy}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -372,11 +373,12 @@ def unused(row: Row, format: str) -> list[str]:
     groups = chosen.groups(row)
     read = {"keep_mask", *_switches_of(row), *(key for group in groups for key in group)}
     texts = all(isinstance(value, str) for group in groups for value in _pair_values(row, group))
-    if RAW_PAIR not in groups or not texts:
-        read |= {*chosen.besides, "tools", "functions", "chat_template_kwargs"}
+    raw = RAW_PAIR in groups and texts  # of which the options alone are looked at: whether they stand in the prompt
+    read |= {*CHOICES} if raw else {*chosen.besides, "tools", "functions", "chat_template_kwargs"}
     if not texts:  # context and history belong to a question that is text, and to no list of messages
         read -= {*CONTEXT, *CHOICES, "history"}
-    return [str(key) for key, value in row.items() if groups and key not in read and value not in (None, "", [], {})]
+    held = (key for key in row if groups and key not in read)
+    return [str(key) for key in held if column_value(row, key) not in (None, "", [], {})]
 
 
 def normalize(row: Row, format: str, where: str = "") -> Turns:
@@ -504,12 +506,17 @@ def question_text(row: Row, key: str) -> str:
     """The text of a question's column, and behind it those of the context that the row gives."""
     parts = [text_of(row[key], key)]
     for name in CONTEXT:
-        value = None if name == key or (name == "input" and says_no_input(row)) else row.get(name)
+        value = None if name == key else column_value(row, name)
         if name in ("contexts", "passages", "documents") and isinstance(value, str):
             value = _texts_of_json(value)
         texts = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
         parts += [text_of(text, name) for text in texts]
     return "\n\n".join(part for part in parts if part.strip())
+
+
+def column_value(row: Row, column: str) -> Any:
+    """What a row holds in a column; None for an `input` that only says that there is none."""
+    return None if column == "input" and says_no_input(row) else row.get(column)
 
 
 def says_no_input(row: Row) -> bool:
@@ -520,7 +527,7 @@ def says_no_input(row: Row) -> bool:
 def refuse_left_out(row: Row, columns: Iterable[str], key: str, text: str) -> None:
     """Refuse a row of which a column belongs to the question and does not stand in its text, that of the column `key`."""
     for column in columns:
-        if row.get(column) and not _stands_in(row[column], text):
+        if column_value(row, column) and not _stands_in(row[column], text):
             raise DataError(
                 f"the column {column!r} would be left out; write the whole question into one column {key!r}, or remove "
                 f"{column!r} where it is no part of it"
@@ -638,5 +645,6 @@ def _template_kwargs(row: Row) -> dict[str, Any] | None:
 
 
 def _key_list(row: Row) -> str:
-    keys = sorted(str(key) for key, value in row.items() if value is not None)
+    names = (str(key) for key, value in row.items() if value is not None)
+    keys = sorted(name if name == name.strip() else f"'{name}'" for name in names)
     return escape_controls(", ".join(keys[:20])) or "(none)"

@@ -13,9 +13,11 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
 import random
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,8 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import excerpt
 
 FIELD_LIMIT = 1 << 30  # characters of one value in CSV
+CONSTANTS = {"NaN": None, "Infinity": math.inf, "-Infinity": -math.inf}
+"""What JSON has no word for and Python writes: NaN is what pandas has for a value that is missing."""
 FETCHED = 1000  # rows that are read together out of a column store
 
 
@@ -410,7 +414,7 @@ def _decode(raw: bytes, name: str, line: int) -> str:
 def _parse(text: str, name: str, line: int, *, per_line: bool = False, last: bool = True) -> Any:
     """JSON out of a text that begins on a line of a file; `last`: the file ends with it."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object, parse_constant=lambda name: CONSTANTS[name])
     except json.JSONDecodeError as error:
         broken = text.split("\n")[error.lineno - 1]
         snippet = broken[max(0, error.colno - 31) : error.colno + 29]
@@ -419,7 +423,16 @@ def _parse(text: str, name: str, line: int, *, per_line: bool = False, last: boo
             f"near {excerpt(snippet)}.{_hint(error, per_line, last)}"
         ) from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; lists in lists in lists
-        raise DataError(f"{name}:{line}: JSON that cannot be read: {excerpt(str(error))}") from None
+        raise DataError(f"{name}:{line}: JSON that cannot be read: {excerpt(str(error), 100)}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; a ValueError for a key that stands in it twice, of which Python would keep the last value alone."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {excerpt(twice)} stands twice in one object; remove one of them")
+    return found
 
 
 def _hint(error: json.JSONDecodeError, per_line: bool, last: bool) -> str:

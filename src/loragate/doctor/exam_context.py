@@ -37,7 +37,8 @@ from loragate.generation.engine import draw_samples, read_samples
 from loragate.losses.head import IGNORE_INDEX
 from loragate.models import Loaded, Loading, ModelSource, open_model
 from loragate.models.source import Kind
-from loragate.selection.dev import RETENTION_TOKENS, prompts_of, read_dev
+from loragate.selection.dev import RETENTION_TOKENS, read_dev
+from loragate.selection.overlap import prompts_of
 from loragate.selection.settings import DevSettings
 
 LEAST_ROWS = 8
@@ -281,18 +282,24 @@ class ExamContext(ReadsModel):
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The shipped prompts, then as kind "yours" the first questions of the dev set, or what stands before the first response
-        of the examples: system message, tools and earlier turns included."""
-        most = self.settings.your_prompts
+        """The shipped prompts, then as kind "yours" the first different questions of the dev set, or what stands before the first
+        response of the examples: system message, tools and earlier turns included."""
+        found: dict[Any, Prompt] = {}
+        for one in self._your_prompts():
+            if len(found) >= self.settings.your_prompts:
+                break
+            found.setdefault(one.token_ids or one.text, one)
+        return [*shipped_prompts(), *found.values()]
+
+    def _your_prompts(self) -> Iterator[Prompt]:
         if self.dev_data is not None:
-            asked = [text for row in load_rows(self.dev_data, limit=most) for text in prompts_of([row])[:1]]
-            return [*shipped_prompts(), *(Prompt(text, "yours") for text in asked)]
-        rows = self.rows[:most] if isinstance(self.rows, EncodedRows) else []  # texts have no question
-        begun = [
-            row["input_ids"][: next(at for at, one in enumerate(row["labels"]) if one != IGNORE_INDEX)] for row in rows
-        ]
-        said = [self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in begun]
-        return [*shipped_prompts(), *(Prompt(text, "yours", token_ids=tuple(ids)) for text, ids in zip(said, begun))]
+            for row in load_rows(self.dev_data):
+                yield from (Prompt(text, "yours") for text in prompts_of([row])[:1])
+        elif isinstance(self.rows, EncodedRows):  # texts have no question
+            for row in self.rows:
+                ids = row["input_ids"][: next(at for at, one in enumerate(row["labels"]) if one != IGNORE_INDEX)]
+                text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+                yield Prompt(text, "yours", token_ids=tuple(ids))
 
     @cached_property
     def prompt_ids(self) -> list[list[int]]:

@@ -16,7 +16,7 @@ import transformers
 
 from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.evaluation.settings import EngineSettings
-from loragate.evaluation.variants import ModelVariant, activate_variant, variants_for
+from loragate.evaluation.variants import ModelVariant, activate_variant, at_temperatures, variants_for
 from loragate.gates.attach import gate_modules
 from loragate.gates.control import base_unavailable_reason
 from loragate.gates.eligibility import examine_adapter, require_gateable
@@ -80,14 +80,16 @@ def find_available_variants(
     loaded: Loaded,
     controls: str = "cheap",
     constants: Sequence[float | str] = (0.5,),
-    recommended: float | None = None,
-    own: float | None = None,
+    temperatures: Sequence[float] = (),
 ) -> tuple[list[ModelVariant], dict[str, str]]:
-    """(variants of the model that are scored side by side, {label of a variant that it cannot be: why}); see `variants_for`."""
-    unreached = unreached_note(loaded.model_source)
-    wanted = variants_for(loaded.kind, controls, constants, recommended, own, unreached)
+    """(variants of the model that are scored side by side, {label of a variant that it cannot be: why}); see `variants_for`.
+
+    Args:
+        temperatures: of all variants, beside that of the tasks.
+    """
+    wanted = variants_for(loaded.kind, controls, constants, unreached_note(loaded.model_source))
     left_out = {variant.label: why for variant in wanted if (why := unavailable_reason(loaded, variant))}
-    return [variant for variant in wanted if variant.label not in left_out], left_out
+    return at_temperatures([one for one in wanted if one.label not in left_out], temperatures), left_out
 
 
 EngineContext = Callable[[ModelVariant], AbstractContextManager[Engine]]

@@ -47,6 +47,7 @@ from loragate.evaluation.engines import EngineContext, EngineProvider, make_in_m
 from loragate.evaluation.grader_checks import check_references
 from loragate.evaluation.judging import (
     CODE_GRADERS,
+    GRADERS,
     grade_samples,
     grading_fingerprint,
     pattern_of,
@@ -193,7 +194,11 @@ class Evaluation:
                 **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
             },
             grading=request.grading,
-            notes=[*notes, *filter(None, [unreached_note(loaded.model_source) if with_strength else ""])],
+            notes=[
+                *notes,
+                *request.form_notes(tasks, loaded),
+                *filter(None, [unreached_note(loaded.model_source) if with_strength else ""]),
+            ],
             left_out=left_out or {},
             range=loaded.model_source.range,
             engine_for=EngineProvider(request.engine, request.model, request.base, loaded, request.out),
@@ -477,6 +482,11 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         raise DataError(f"{folder / VARIANTS}: the label of a variant is a path")
     prepared = []
     for info in known(tuple[TaskInfo, ...], "tasks"):
+        if info.grader not in (*GRADERS, "lm-eval"):
+            raise ConfigError(
+                f"{folder}: {info.name} is judged by the Python function {info.grader}, which no folder holds; judge it again "
+                "with the evaluate(..., resume=True) that began it"
+            )
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
         questions, revision = read_questions(folder, info.name), info.dataset_revision
         prepared.append(

@@ -69,7 +69,7 @@ def check_references(task: Task, questions: Sequence[Question], grader: str, set
         DataError: for a question whose right answer no response can have, where near none is accepted, and where most are
             sentences.
     """
-    if grader in ("lm-eval", "tiny") or not questions:
+    if grader in ("lm-eval", "tiny") or task.own_grader is not None or not questions:
         return []
     for question in questions:
         if why := explain_unusable_gold(question.gold, grader):

@@ -7,12 +7,16 @@ stored samples and stored questions only, so it can be repeated with another gra
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import EXTRACTORS, Grade, grade_text, strip_reasoning
@@ -22,6 +26,7 @@ from loragate.evaluation.lm_eval_tasks import grade_by_harness, require_harness
 from loragate.evaluation.sandbox import KINDS, Limits, grade_codes, require_sandbox
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
+from loragate.evaluation.tasks.task import OwnGrader
 from loragate.files import write_text
 from loragate.generation import OnProgress, Sample
 from loragate.records import package_versions, read_lines
@@ -79,8 +84,10 @@ def grade_samples(
     settings = settings or GradingSettings()
     theirs = [questions[sample.question] for sample in samples]
     texts = [sample.text for sample in samples]
-    if grader in REFERENCE_GRADERS:  # a draft is no answer
+    if grader in REFERENCE_GRADERS or task.own_grader is not None:  # a draft is no answer
         texts = list(map(strip_reasoning, texts))
+    if task.own_grader is not None:
+        return [grade_by_function(task.own_grader, grader, text, question) for text, question in zip(texts, theirs)]
     if grader in (*MATH_GRADER_NAMES, "regex"):
         pairs = [(text, question.gold) for text, question in zip(texts, theirs)]
         tolerances = [question.tolerance for question in theirs] if grader in MATH_GRADER_NAMES else None
@@ -98,6 +105,22 @@ def grade_samples(
     if grader == "lm-eval":
         return grade_by_harness(task, questions, samples)
     return [grade_text(text, question.gold, grader) for question, text in zip(theirs, texts)]
+
+
+def grade_by_function(function: OwnGrader, name: str, text: str, question: Question) -> Grade:
+    """The verdict of a Python caller's function; its errors are no wrong answers (DataError)."""
+    try:
+        correct = function(text, question.gold, dict(question.row))
+    except Exception as error:
+        raise DataError(
+            f"the grader {name} failed on an answer to question {question.id} ({type(error).__name__}: {error}): {text!r:.200}"
+        ) from error
+    if not isinstance(correct, bool | np.bool_):
+        raise DataError(
+            f"the grader {name} returned {correct!r:.80} for an answer to question {question.id}; expected True or False"
+        )
+    # wrong answers vote where they are spelled alike, as those of the grader exact
+    return Grade(bool(correct), text.strip() or None, "ok" if correct else "wrong")
 
 
 def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
@@ -165,6 +188,9 @@ def grading_fingerprint(
         kept |= {"timeout_s": float(settings.timeout), "memory_mb": MEMORY_MB}
     if grader in CODE_GRADERS:
         kept["sandbox"] = settings.sandbox
+    if task.own_grader is not None:
+        with suppress(OSError, TypeError):  # typed into an interpreter, or built in
+            kept["source"] = hashlib.sha256(inspect.getsource(task.own_grader).encode()).hexdigest()
     if grader == "regex":
         kept["pattern"] = pattern_of(task, settings)
     seen = hashlib.sha256()

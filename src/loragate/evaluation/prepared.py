@@ -7,11 +7,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from loragate.data import describe_form, is_same_form
 from loragate.data.rows import is_saved
 from loragate.display import format_temperature, pluralize
 from loragate.errors import ConfigError, DataError, nearest
@@ -30,9 +32,9 @@ from loragate.evaluation.tasks import (
     task_names,
 )
 from loragate.evaluation.tasks.questions import files_in, render_questions
-from loragate.evaluation.variants import ModelVariant
+from loragate.evaluation.variants import ModelVariant, control_temperatures
 from loragate.files import RunFolder, require_empty_folder, write_text
-from loragate.gates.recommended import sampling_note
+from loragate.gates.recommended import form_note, sampling_note
 from loragate.generation import SamplingConfig
 from loragate.generation.engine import Continuation
 from loragate.generation.sharded import require_ray
@@ -129,7 +131,7 @@ class PreparedTask(Questions):
         return tuple(question.prompt for question in self.questions)
 
     def info(self, grader: str = "", pattern: str = "") -> TaskInfo:
-        """What the task is, judged by `grader`, for records; "" before that is known.
+        """What the task is, judged by `grader`, for records; before that is known it names the task's own.
 
         Args:
             pattern: of the grader regex.
@@ -143,7 +145,7 @@ class PreparedTask(Questions):
             prompt_sha256=hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
             dataset=self.source,
             dataset_revision=self.revision,
-            grader=f"{grader} {detail}" if grader and detail else grader,
+            grader=f"{grader} {detail}" if grader and detail else grader or self.task.grader,
             grader_version=grader_version(grader) if grader else "",
             sampling=self.sampling,
         )
@@ -173,8 +175,8 @@ def prepare(
     """Render a task's prompts and settle how its answers are sampled.
 
     Args:
-        settings: their samples, temperature and token limit stand in place of the task's own, but suites of the harness are
-            answered greedily.
+        settings: their samples, highest temperature and token limit stand in place of the task's own, but suites of the harness
+            are answered greedily.
         positions: of the model; answers to prompts that leave fewer than the token limit get what is left, with a warning.
             A prompt of the harness is cut at its beginning where it would leave less than a quarter of them, or where an
             option of it that is compared would not fit.
@@ -224,7 +226,7 @@ def prepare(
             f"{task.name}: the prompts of {len(room_left)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
             f"model's {positions} positions; their answers end there, the shortest after {min(room_left)} tokens"
         )
-    temperature = own.temperature if is_harness or settings.temperature is None else settings.temperature
+    temperature = own.temperature if is_harness else [*settings.temperatures, own.temperature][0]
     sampling = SamplingConfig(
         temperature=temperature,
         top_p=own.top_p,
@@ -244,12 +246,6 @@ def prepare(
         sampling=sampling,
         option_pairs=compared,
     )
-
-
-def common_temperature(tasks: Sequence[PreparedTask]) -> float | None:
-    """The temperature of all tasks that have controls, those of the harness aside; None where they have several."""
-    found = {one.sampling.temperature for one in tasks if one.task.harness is None}
-    return found.pop() if len(found) == 1 else None
 
 
 def number_distinct_questions(tasks: Sequence[PreparedTask]) -> list[list[int]]:
@@ -334,9 +330,7 @@ class Request:
             require_vllm()
         if self.engine.replicas > 1:
             require_ray()
-        if all(task.harness for task in tasks) and (
-            self.tasks.samples is not None or self.tasks.temperature is not None
-        ):
+        if all(task.harness for task in tasks) and (self.tasks.samples is not None or self.tasks.temperatures):
             names = ", ".join(task.name for task in tasks)
             raise ConfigError(
                 f"--samples and --temperature have no effect: {names} are answered greedily, or not generated at all"
@@ -357,23 +351,38 @@ class Request:
             found.append(prepare(task, questions, loaded.tokenizer, self.tasks, loaded.max_positions, self.system))
         return found
 
-    def added_temperature(self, prepared: Sequence[PreparedTask], loaded: Loaded) -> float | None:
-        """The recommended temperature, where variants are added for it: the tasks sample at another, and none was given."""
-        temperature = loaded.model_source.recommended_temperature  # None where the folder recommends none
-        elsewhere = any(one.sampling.temperature != temperature for one in prepared if one.task.harness is None)
-        return temperature if elsewhere and self.tasks.temperature is None else None
+    def added_temperatures(
+        self, prepared: Sequence[PreparedTask], loaded: Loaded, controls: str = "none"
+    ) -> list[float]:
+        """The temperatures at which every variant is scored beside that of the tasks: those given, or those of the controls and
+        what the folder recommends.
+        """
+        if self.tasks.temperatures:
+            return self.tasks.temperatures[1:]
+        own = {one.sampling.temperature for one in prepared if one.task.harness is None}
+        recommended = loaded.model_source.recommended_temperature if own else None
+        found = [*control_temperatures(loaded.kind, controls), *([] if recommended is None else [recommended])]
+        return [one for one in dict.fromkeys(found) if own != {one}]
 
     def sampling_note(self, prepared: Sequence[PreparedTask], loaded: Loaded) -> str:
         """One sentence on the sampling that the folder recommends and what has it; empty where it recommends none."""
         if all(one.task.harness for one in prepared):  # suites of the harness are answered greedily
             return ""
-        if (temperature := self.added_temperature(prepared, loaded)) is None:
-            return sampling_note(self.model, loaded.model_source.sampling, self.tasks.temperature)
+        recommended = loaded.model_source.recommended_temperature
+        if recommended is None or recommended not in self.added_temperatures(prepared, loaded):
+            return sampling_note(self.model, loaded.model_source.sampling, next(iter(self.tasks.temperatures), None))
         return (
-            f"{self.model} recommends sampling {format_temperature(temperature)}: variants at that temperature are among the "
-            "controls; the first "
-            "ones are sampled as their tasks say"
+            f"{self.model} recommends sampling {format_temperature(recommended)}: every variant is scored at that temperature as "
+            "well"
         )
+
+    def form_notes(self, prepared: Sequence[PreparedTask], loaded: Loaded) -> list[str]:
+        """A sentence for each form of the tasks' prompts that is another one than that in which the model was chosen."""
+        forms = {
+            describe_form(one.task.raw, one.task.system, self.system) for one in prepared if one.task.harness is None
+        }
+        same, record = partial(is_same_form, tokenizer=loaded.tokenizer), loaded.model_source.sampling
+        return [note for now in sorted(forms) if (note := form_note(self.model, record, now, same))]
 
 
 def require_run_folder(folder: Path, resume: bool) -> None:

@@ -121,7 +121,7 @@ class TaskResult:
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
         verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.
-        at_best: the variant at the best of its temperatures; None for controls, and where there is one.
+        at_best: the variant at the best of its temperatures; None at any but that of the task, and where there is one.
     """
 
     task: str
@@ -238,20 +238,22 @@ class EvaluationRecord:
         own = {task.name: task.sampling.temperature for task in self.tasks}
         by_temperature: dict[tuple[str, str], dict[float, TaskResult]] = {}
         for result in self.results:
-            temperature = own[result.task] if result.temperature is None else result.temperature
+            temperature, label = own[result.task], result.label
+            if result.temperature is not None:
+                temperature = result.temperature
+                label = label.removesuffix(f" {temperature_label(temperature)}")
             # results that differ in temperature alone
-            if result.control in (None, temperature_label(temperature)):
-                by_temperature.setdefault((result.task, result.variant), {})[temperature] = result
+            by_temperature.setdefault((result.task, label), {})[temperature] = result
         columns = {
             key: np.array([one.question_scores for one in found.values()]).T for key, found in by_temperature.items()
         }
         bests = {key: out_of_fold(means_QS) for key, means_QS in columns.items()}  # the same halvings for all
         results = list(self.results)
         for index, result in enumerate(results):
-            key = (result.task, result.variant)
-            if result.control is None and len(by_temperature.get(key, {})) > 1:
+            key = (result.task, result.label)
+            if result.temperature is None and len(by_temperature.get(key, {})) > 1:
                 best = list(by_temperature[key])[int(np.argmax(columns[key].mean(axis=0)))]
-                adapter = bests.get((result.task, "adapter")) if result.variant != "adapter" else None
+                adapter = bests.get((result.task, "adapter")) if result.label != "adapter" else None
                 versus = None if adapter is None else compare_out_of_fold(bests[key], adapter)
                 at_best = BestTemperatureScore(best, average_at_k(bests[key][:, None]), versus)
                 results[index] = dataclasses.replace(result, at_best=at_best)

@@ -5,6 +5,7 @@ Light: `--help` reads this file, so that nothing here may load a model's librari
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +23,8 @@ class TaskSettings:
         data: local files in place of hub data sets: TASK=FILE separated by commas, or a folder that holds TASK.jsonl files.
         limit: first questions of each task only.
         samples: samples per question, in place of the task's own.
-        temperature: sampling temperature, in place of the task's own.
+        temperature: sampling temperatures separated by commas, 0 for greedy, such as 1,0.6,0.3,0: every variant is scored at each;
+            in place of the tasks' own and of those of the controls.
         max_new_tokens: token limit of an answer, in place of the task's own.
         seed: seed of sampling, and of generated questions.
     """
@@ -32,9 +34,18 @@ class TaskSettings:
     data: str = ""
     limit: PositiveInt | None = None
     samples: PositiveInt | None = None
-    temperature: float | None = None
+    temperature: str = ""
     max_new_tokens: PositiveInt | None = None
     seed: int = 0
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Those of `temperature`, the highest first, which stands in place of the tasks' own; none where they keep it.
+
+        Raises:
+            ConfigError: for what is no temperature, or is there twice.
+        """
+        return parse_temperatures(str(self.temperature))
 
 
 @dataclass(frozen=True)
@@ -83,3 +94,18 @@ def parse_constants(text: str) -> list[float | str]:
         raise ConfigError(
             f"--constants {text}: expected numbers separated by commas, such as -0.5,0.5 or 0.5,lower=0.5"
         ) from None
+
+
+def parse_temperatures(text: str) -> list[float]:
+    """The temperatures of --temperature, the highest first; a ConfigError for what is none, or is there twice."""
+    expected = "expected numbers from 0 (greedy) separated by commas, such as 1,0.6,0.3,0"
+    try:
+        found = [float(one) for one in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"--temperature {text}: {expected}") from None
+    for one in found:
+        if not 0 <= one < math.inf:
+            raise ConfigError(f"--temperature {text}: found {one:g}, {expected}")
+        if found.count(one) > 1:
+            raise ConfigError(f"--temperature {text}: {one:g} is given twice; every variant is scored at it once")
+    return sorted(found, reverse=True)

@@ -111,20 +111,17 @@ def variants_for(
     kind: Kind,
     controls: str = "cheap",
     constants: Sequence[float | str] = (0.5,),
-    recommended: float | None = None,
-    own: float | None = None,
     unreached: str = "",
 ) -> list[ModelVariant]:
     """The variants of a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
 
+    All are at the temperature of the tasks; `at_temperatures` adds others.
+
     Args:
         kind: what was loaded.
-        controls: "cheap" adds adapter, base and gates at lower temperatures and greedy, and the adapter with one constant λ;
-            "full" also random gates of the trained ones' size; "none" leaves them out, "alone" also what lies beneath the model.
-            Controls that must be trained are models of their own.
+        controls: "cheap" adds the adapter with one constant λ, "full" also random gates of the trained ones' size; "none" leaves
+            them out, "alone" also what lies beneath the model. Controls that must be trained are models of their own.
         constants: the constant λ of the cheap controls, each a number or, for a part of the model, "lower=0.5".
-        recommended: a temperature at which the models are scored whatever the controls; None for that of the tasks alone.
-        own: the temperature of all the tasks, at which no variant repeats the first ones; None where they have several.
         unreached: what no λ reaches of the adapter, in a sentence; empty where λ = 0 is the base.
 
     Raises:
@@ -132,17 +129,13 @@ def variants_for(
     """
     if controls not in CONTROLS:
         raise ConfigError(f"--controls {controls}: expected one of {', '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
-    added = [] if recommended is None else [recommended]
     if kind == "base" or controls == "alone":
-        return [ModelVariant(kind), *(ModelVariant(kind).with_temperature(temperature) for temperature in added)]
+        return [ModelVariant(kind)]
     variants = [ModelVariant("adapter"), ModelVariant("base")]
     if kind == "gated":
         variants.append(ModelVariant("gated"))
     if controls == "full" and kind == "gated":
         variants.append(ModelVariant("gated", "random gates", random=0))
-    cooler = [one for one in dict.fromkeys([*(LOWER_TEMPERATURES if controls != "none" else ()), *added]) if one != own]
-    models = dict.fromkeys(variant.weights for variant in variants)
-    variants += [ModelVariant(weights).with_temperature(temperature) for weights in models for temperature in cooler]
     if controls != "none":
         for value in dict.fromkeys(constants):  # each once, in order: a variant is known by its label
             try:
@@ -155,6 +148,16 @@ def variants_for(
                 raise ConfigError(f"--constants {value}: {same.get(one.constant, zero)}; give other numbers")
             variants.append(ModelVariant.scaled(one.constant, one.part))
     return variants
+
+
+def control_temperatures(kind: Kind, controls: str) -> tuple[float, ...]:
+    """The temperatures at which a set of controls scores every variant beside that of the tasks; none of a base."""
+    return LOWER_TEMPERATURES if kind != "base" and controls in ("cheap", "full") else ()
+
+
+def at_temperatures(variants: Sequence[ModelVariant], temperatures: Sequence[float]) -> list[ModelVariant]:
+    """The variants, and each of them at every other temperature, temperature by temperature."""
+    return [*variants, *(one.with_temperature(temperature) for temperature in temperatures for one in variants)]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ here reads a file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from loragate.display import format_temperature
@@ -94,6 +94,21 @@ def sampling_note(name: str, record: Mapping[str, Any] | None, asked: float | No
     return (
         f"sampling {format_temperature(asked)}, but {name} is recommended {format_temperature(recommended)}, where its setting "
         "was shown to be best"
+    )
+
+
+def form_note(name: str, record: Mapping[str, Any] | None, now: str, is_same: Callable[[str, str], bool]) -> str:
+    """One sentence where prompts are put to a folder's model in another form (`now`) than the questions by which it was chosen.
+
+    Empty where the two are alike, `is_same(recorded, now)`, and where the record says nothing of a form.
+    """
+    selection = dict_or_empty((record or {}).get("selection"))
+    recorded = dict_or_empty(selection.get("dev")).get("form")
+    if not isinstance(recorded, str) or not recorded or is_same(recorded, now):
+        return ""
+    return (
+        f"{name} was chosen on questions asked {recorded}, and here prompts are put {now}: asked in another way, other gates, "
+        "strengths and temperatures may be better"
     )
 
 

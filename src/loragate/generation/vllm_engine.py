@@ -133,8 +133,7 @@ class VllmEngine(Engine):
             )
         except (RuntimeError, ValueError) as error:
             raise LoragateError(
-                f"vLLM could not start with {base} ({error}). What it printed above says why; where memory is short, let it "
-                f"fill less than {share:g} of it, or plan for fewer positions."
+                f"vLLM could not start with {base} ({error}). What it printed above says why. {_memory_advice(share)}"
             ) from error
 
     def draw(
@@ -253,6 +252,15 @@ class VllmEngine(Engine):
         shutdown = getattr(self._llm.llm_engine.engine_core, "shutdown", None)
         if shutdown is not None:
             shutdown()
+
+
+def _memory_advice(share: float) -> str:
+    """What helps where vLLM's `share` of the memory is too much for a device, or too little for the model and its cache."""
+    return (
+        f"It was given {share:g} of the memory: less where others hold some (--vllm-memory {share / 2:.2g}), more where weights "
+        "or cache find no room; --tensor-parallel shares them among several devices, and --engine transformers does without vLLM. "
+        "In Python these are gpu_memory_utilization, tensor_parallel and max_model_len, which plans for fewer positions"
+    )
 
 
 def require_gate_plugin(folder: str | Path) -> None:

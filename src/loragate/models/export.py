@@ -10,12 +10,14 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loragate.data import find_endings
 from loragate.display import format_temperature
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import atomic_folder, read_json, require_empty_folder, write_json, write_text
@@ -29,20 +31,30 @@ from loragate.gates.schema import (
     ADAPTER_WEIGHTS,
     CARD,
     KEYS_NEEDING_MODEL,
+    LICENSES,
     PREFIX,
     TOKENIZER,
     adapter_files,
     copy_file,
     factor_of,
     given_away,
+    is_named,
     lora_scaling,
+    own_tokenizer,
     read_adapter,
     read_adapter_config,
     write_factors,
 )
 from loragate.gates.strength import overrides_by_module
 from loragate.models.folder_gates import read_gates, unreached_note
-from loragate.models.loading import DEFAULT_LOADING, base_config, explained, open_tokenizer, open_weights
+from loragate.models.loading import (
+    DEFAULT_LOADING,
+    base_config,
+    explained,
+    generation_config,
+    open_tokenizer,
+    open_weights,
+)
 from loragate.models.merge import merge_and_save
 from loragate.models.output_difference import (
     OutputDifference,
@@ -51,6 +63,7 @@ from loragate.models.output_difference import (
     is_base_available_offline,
     make_probe_prompts,
     require_agreement,
+    write_tokenizer,
 )
 from loragate.models.runtimes import RUNTIMES
 from loragate.models.settings import Loading
@@ -157,10 +170,20 @@ def export_adapter(
             )
         agreement, left = None, tuple[str, ...]()
         if to == "merged":
-            open_tokenizer(place, loading).save_pretrained(str(folder))
+            trust = loading.trust_remote_code
+            tokenizer = open_tokenizer(place, loading)  # before the weights, which may take an hour
             agreement = merge_and_save(place.base, plain, folder, loading, called=str(place.ref))
-            if temperature is not None:  # beside what ends an answer
-                write_json(folder / SAMPLING, with_recommended(read_json(folder / SAMPLING), temperature))
+            if otherwise := write_tokenizer(tokenizer, folder):
+                raise ArtifactError(
+                    f"{otherwise}. Nothing was kept; export the adapter in another form, or serve it unmerged"
+                )
+            settings = read_json(folder / SAMPLING)
+            with suppress(ConfigError):  # of a tokenizer that names no end, as the base's own settings do not either
+                ends = find_endings(tokenizer, generation_config(place.base, trust), place.stop_token_ids).token_ids
+                settings["eos_token_id"] = sorted(ends)  # which nothing else says of a whole model: it would never stop
+            if temperature is not None:
+                settings = with_recommended(settings, temperature)
+            write_json(folder / SAMPLING, settings)
         elif to in RUNTIMES:
             with explained("base model", place.base.name):
                 of_base = base_config(place.base, loading.trust_remote_code)
@@ -200,10 +223,13 @@ def export_adapter(
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
     """What is for others beside factors and configuration; a tokenizer in a folder of its own lies beside the factors then."""
     kept = [name for name in given_away(adapter) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD)]
+    # else files that the own folder does not have, of another tokenizer, would be read with it
+    if own_tokenizer(adapter) == adapter / TOKENIZER:
+        others = (SAMPLING, *LICENSES, "*processor_config.json")
+        kept = [name for name in kept if name.startswith(f"{TOKENIZER}/") or is_named(name, others)]
     if not keep_sampling and exported_sampling(read_json(adapter / SAMPLING)):
         kept.remove(SAMPLING)  # that of other λ, which an earlier export folded
-    # the own folder last: its tokenizer is the one that is used
-    for name in sorted(kept, key=lambda name: name.startswith(f"{TOKENIZER}/")):
+    for name in kept:
         copy_file(adapter / name, folder / name.removeprefix(f"{TOKENIZER}/"))
 
 

@@ -1,7 +1,8 @@
-"""Whether a written model computes what the model in memory did: log-probabilities of both on the same few prompts.
+"""Whether what was written is what was in memory: a model's log-probabilities on a few prompts, a tokenizer's ids of a few texts.
 
 Export and merging rest on identities (λ·B in place of B, W + BA in place of W). What breaks them, a tensor that was left out,
 a weight that is tied or not, an adapter of another base, shows in the output of the files that were written, and there alone.
+A tokenizer is read by a class that transformers chooses by the model beside it, which may be another one than before.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from loragate.errors import LoragateError
+from loragate.files import read_json, write_json
 from loragate.hub_names import cached_file, cached_folder
 from loragate.models.source import ModelRef
 
@@ -112,3 +115,57 @@ def require_agreement(found: OutputDifference, written: str, original: str) -> N
             f"{written} does not compute what {original} does: {found}. Nothing was kept; please report it with both "
             "adapter_config.json and the versions that `loragate env` prints"
         )
+
+
+ANY_MODEL = {"AutoTokenizer": [None, None]}
+"""With this auto_map AutoTokenizer reads tokenizer.json as it is beside a model that has a class of tokenizers; else it fails."""
+TEXTS = (
+    "What is 7 * 8?  It's 1,234.5 + 90%.\n\n\tdef f(x_1): return x-1  # No",
+    " a leading and a trailing space ",
+    "naïve Übung — 東京 🙂",
+)
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> str:
+    """Save a tokenizer so that AutoTokenizer reads the same ids from the folder, with or without a model in it.
+
+    Returns:
+        What it reads otherwise, in a sentence; empty where it reads the same.
+    """
+    tokenizer.save_pretrained(str(folder))
+    path = folder / "tokenizer_config.json"
+    record = read_json(path)
+    forms = [record]
+    if record.get("auto_map") in (None, ANY_MODEL):  # else its code is on the hub
+        without = {key: value for key, value in record.items() if key != "auto_map"}
+        forms = [without, {**without, "auto_map": ANY_MODEL}]
+    found = []
+    for form in forms:
+        write_json(path, form)
+        found.append(_read_otherwise(tokenizer, folder))
+        if not found[-1]:
+            return ""
+    write_json(path, record)
+    return found[0]
+
+
+def _read_otherwise(tokenizer: Any, folder: Path) -> str:
+    """What AutoTokenizer reads otherwise from a folder than a tokenizer, in a sentence; empty where nothing is."""
+    code = type(tokenizer).__module__.startswith("transformers_modules")  # which was trusted, and ran
+    try:
+        read = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=code)
+    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, ImportError) as error:
+        return f"{folder}: the tokenizer that was written cannot be read with AutoTokenizer ({str(error)[:200]})"
+    draw = random.Random(SEED)
+    drawn = [draw.randrange(len(tokenizer)) for _ in range(PROMPT_TOKENS)]
+    for text in (*TEXTS, tokenizer.decode(drawn), " ".join(tokenizer.all_special_tokens)):
+        expected, ids = (one(text)["input_ids"] for one in (tokenizer, read))
+        if expected != ids:
+            at = [*(own == other for own, other in zip(expected, ids)), False].index(False)
+            return (
+                f"{folder}: AutoTokenizer reads other token ids from the tokenizer that was written ({type(read).__name__}) than "
+                f"the given one ({type(tokenizer).__name__}): {ids[at : at + 5]} and not {expected[at : at + 5]} in {text[:40]!r}"
+            )
+    if read.chat_template != tokenizer.chat_template:
+        return f"{folder}: AutoTokenizer reads another chat template from the tokenizer that was written than was given"
+    return ""

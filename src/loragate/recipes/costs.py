@@ -8,7 +8,8 @@ answers are taken to be as long as their limits; shorter ones cost less in propo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from loragate.display import duration
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
 from loragate.evaluation.settings import parse_constants
-from loragate.evaluation.variants import variants_for
+from loragate.evaluation.variants import control_temperatures, variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
 from loragate.models.loading import base_config
@@ -95,9 +96,12 @@ def _cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu) -> Cost:
     if stage.command in TRAINS:
         return _training(stage, model, gpu)
     if stage.command == "mask":
-        read = estimate(model, sequence=int(stage.options["max_length"]), base=_stored_as(stage))
-        memory = f"two models of {read.weights / GIB:.1f} GiB"
-        return Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu), 2 * read.weights + GIB)
+        # base and reference, one after the other; nothing is kept for a way back
+        longest, rows = int(stage.options["max_length"]), int(stage.options["per_device_train_batch_size"])
+        read = estimate(model, base=_stored_as(stage), sequence=longest, rows=rows, gradient_checkpointing=True)
+        needed = read.weights + read.activations + GIB
+        memory = f"about {needed / GIB:.1f} GiB of GPU memory, one model at a time"
+        return Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu), needed)
     return _generation_cost(stage, before, model, gpu)
 
 
@@ -171,10 +175,15 @@ def _stored_as(stage: Stage) -> Any:
     return "bfloat16" if dtype == "auto" else dtype
 
 
+def _trials(options: Mapping[str, Any]) -> int:
+    """How many gates, or adapters, a training stage trains."""
+    axes = (comma_list(str(options.get(name, ""))) for name in ("seeds", "objectives", "learning_rates"))
+    return math.prod((len(axis) or 1 for axis in axes), start=len(parse_ranges(options.get("ranges", "0,1"))))
+
+
 def _training(stage: Stage, model: Any, gpu: Gpu) -> Cost:
     options, need = stage.options, estimate_of(stage, model)
-    runs = len(parse_ranges(options["ranges"])) if "ranges" in options else 1
-    runs *= len(comma_list(str(options.get("seeds", "")))) or 1
+    runs = _trials(options)
     processes = int(options.get("processes") or 1)
     sharded = need.weights * (1 - 1 / processes) if options.get("strategy") == "fsdp2" else 0.0
     hours = _hours(runs * need.flops * _tokens(stage) / processes, gpu)
@@ -205,40 +214,45 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         (source,) = sources
         work = _work(source)
         # nothing is kept for a way back: one layer at a time, as where a training recomputes them
-        rows, longest = int(options.get("batch_size") or 1), max(limit for _, _, limit in work)
+        rows, longest = int(options.get("batch_size") or 1), max(limit for *_, limit in work)
         read = estimate(model, base=_stored_as(stage), sequence=longest, rows=rows, gradient_checkpointing=True)
         most = int(options.get("answers", 4))
-        tokens = sum(questions * min(samples, most) * limit for questions, samples, limit in work)
+        tokens = sum(questions * min(samples, most) * limit for _, questions, samples, limit in work)
         needed = read.weights + read.activations + GIB
         return Cost(f"about {needed / GIB:.1f} GiB of GPU memory", _hours(read.forward * tokens, gpu), needed)
     work, size = _work(stage), int(options.get("batch_size", 64))
     last = trained.get(str(options.get("model") or "").strip("{}"))
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
     # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
-    greedy: list[str] = []  # those that give one answer to each question
+    heats = [1.0]
     if "sweep" in options and str(options["sweep"]).strip("{}") not in trained:
         return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
         cells = trained[str(options["sweep"]).strip("{}")].options
-        variants = ["adapter"] + ["gated"] * len(parse_ranges(cells["ranges"])) * len(comma_list(str(cells["seeds"])))
+        plain, controls = ["adapter"], ["gated"] * _trials(cells)
     elif what == "interventions":
-        variants = ["adapter", "base", "gated"] + ["gated"] * (
-            len(comma_list(str(options.get("interventions", "")))) or len(PAPER) - 1
-        )
+        plain = ["adapter", "base", "gated"]
+        controls = ["gated"] * (len(comma_list(str(options.get("interventions", "")))) or len(PAPER) - 1)
     elif what == "entropy":
-        suppressed = comma_list(str(options.get("suppress", "negative,positive")))
-        variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
+        plain = ["adapter", "base"]
+        controls = ["suppressed"] * len(comma_list(str(options.get("suppress", "negative,positive"))))
     else:
         constants = parse_constants(str(options.get("constants", "0.5")))
-        wanted = variants_for(kind, options.get("controls", "cheap"), constants)
-        variants = [one.weights for one in wanted if one.temperature != 0]
-        greedy = [one.weights for one in wanted if one.temperature == 0]
+        named = options.get("controls", "cheap")
+        wanted = variants_for(kind, named, constants)
+        plain = [one.weights for one in wanted if one.control is None]
+        controls = [one.weights for one in wanted if one.control is not None]
+        heats += control_temperatures(kind, named)
+    heats = options_of(stage, stage.name).temperatures or heats
     need = estimate(model, base=_stored_as(stage))
-    parts = [
-        (names, answers, limit)
-        for questions, samples, limit in work
-        for names, answers in ((variants, questions * samples), (greedy, questions))
-    ]
+    parts: list[tuple[list[str], int, int]] = []
+    for is_harness, questions, samples, limit in work:
+        if is_harness:  # no controls, and always greedy
+            parts.append((plain, questions * samples, limit))
+            continue
+        greedy = heats.count(0)
+        parts.append(((plain + controls) * (len(heats) - greedy), questions * samples, limit))
+        parts.append(((plain + controls) * greedy, questions, limit))
     drawn, longest = sum(len(names) * answers for names, answers, _ in parts), max(limit for _, _, limit in parts)
     said = f"{drawn:,} answers of at most {longest:,} tokens"
     seconds = 0.0
@@ -259,12 +273,13 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
     return Cost(f"{memory}; {said}", seconds / 3600, needed)
 
 
-def _work(stage: Stage) -> list[tuple[int, int, int]]:
-    """(questions, samples of each, token limit) of each task of an evaluation."""
+def _work(stage: Stage) -> list[tuple[bool, int, int, int]]:
+    """(whether it is of the harness, questions, samples of each, token limit) of each task of an evaluation."""
     options, found = stage.options, []
     for task in select_tasks(options_of(stage, stage.name)):
         own, rows, subsets = task.generation, task.dataset.rows or 0, len(task.harness.subsets) if task.harness else 0
         limit = int(options.get("limit") or rows) * max(1, subsets)  # it is of each subset
         samples = own.samples if task.harness else int(options.get("samples") or own.samples)
-        found.append((min(rows, limit), samples, int(options.get("max_new_tokens") or own.max_new_tokens)))
+        longest = int(options.get("max_new_tokens") or own.max_new_tokens)
+        found.append((task.harness is not None, min(rows, limit), samples, longest))
     return found

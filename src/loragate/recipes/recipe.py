@@ -241,11 +241,19 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
             raise ConfigError(f"{name}: '{key}' is no stage and no key of a recipe{nearest(str(key), known)}")
         if key not in TOP and not isinstance(value, dict):
             raise ConfigError(f"{name}: '{key}' is {value!r}, expected a block of options")
+    changed = _apply_overrides(dict(stages), given, name)
+    for one in changed.values():
+        takes_base = one.command in ("sft", "mask") or stages[one.name].options.get("model") == merged["model"]
+        if takes_base and (found := one.options.get("model")) != merged["model"]:
+            raise ConfigError(
+                f"{name}: stage '{one.name}' has the model {found}, and the recipe {merged['model']}: chat template, estimate and "
+                f"other stages would stay with that. Change it for all: --set model={found}, or `model:` at the top of a file"
+            )
     # a method names its tables for a domain, where the paper's own backbones are meant, or for one of them
     tables = {} if own else merged.get("tables", {})
     return Recipe(
         name,
-        tuple(_apply_overrides(stages, given, name).values()),
+        tuple(changed.values()),
         title=own.get("title") or ", ".join(layer["title"] for layer in layers[1:]),
         about=merged.get("about", ""),
         tables=tables.get(place) or (tables.get(domain, "") if merged["paper"] else ""),

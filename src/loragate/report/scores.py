@@ -40,9 +40,9 @@ COLUMNS = (
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
 RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 """In the label of gates that are one of several; it begins that of a sweep's cell."""
-CELL = re.compile(rf"{RANGE.pattern}( ce)?(, seed \d+)?( greedy| T=[\d.]+)?")
+CELL = re.compile(rf"{RANGE.pattern}( ce)?( lr=[\d.e+-]+)?(, seed \d+)?")
 """The whole label of a sweep's cell; one with more behind it, such as "[-6,3] noreverse", is trained gates changed afterwards."""
-SAMPLED = re.compile(rf"{CELL.pattern}|greedy|T=[\d.]+|(\w+ )?λ=[-\d.]+( greedy| T=[\d.]+)?")
+SAMPLED = re.compile(rf"greedy|T=[\d.]+|({CELL.pattern}|(\w+ )?λ=[-\d.]+)( greedy| T=[\d.]+)?")
 """What may follow base, adapter or gates in a label that is no control of its own: a range, a temperature, one λ."""
 NO_CHOICE = "a test may not choose among them"
 NOT_SHOWN = "no difference shown"
@@ -52,7 +52,7 @@ VERDICTS = {"better": "significantly better than the adapter", "worse": "signifi
 def caption(record: Record) -> str:
     """What the columns mean, and what was done."""
     text = (
-        "Ranges are 95 % intervals over questions; vs adapter is paired by question, base and gates at a lower temperature "
+        "Ranges are 95 % intervals over questions; vs adapter is paired by question, at another temperature than the task's "
         "against the adapter there; its p, interval and verdict are after Holm's adjustment over all comparisons. Cut off: "
         "answers that met the length limit; below it, where it differs, no EOS: answers without an end of sequence. No answer: "
         "nothing that could be judged was found, for whatever reason. Tokens and entropy (nats per token): means over the answers."
@@ -154,9 +154,11 @@ def compared_rows(record: Record) -> list[tuple[str, list[Record], str]]:
     return suites + [(name, rows_of(record, name), "avg_at_k") for name in alone]
 
 
-def _cells(rows: list[Record]) -> tuple[int, int, int]:
-    """(number of gated rows that are a cell of a sweep, of those significantly better, significantly worse)."""
-    said = [row["verdict"] for row in rows if row["variant"] == "gated" and CELL.fullmatch(row["control"] or "")]
+def _cells(rows: list[Record], temperature: float | None = None) -> tuple[int, int, int]:
+    """(number of cells of a sweep at this temperature or the task's, of those significantly better, significantly worse)."""
+    at = "" if temperature is None else f" {temperature_label(temperature)}"
+    names = [(row["control"] or "", row["verdict"]) for row in rows if row["variant"] == "gated"]
+    said = [verdict for name, verdict in names if name.endswith(at) and CELL.fullmatch(name.removesuffix(at))]
     return len(said), said.count("better"), said.count("worse")
 
 
@@ -173,33 +175,31 @@ def evaluation_statements(record: Record) -> list[str]:
     statements, is_entropy_lower = [], False
     gates = " ".join(filter(None, ("gated", own_range(record))))
     for task in record["tasks"]:
-        rows = rows_of(record, task["name"])
+        rows, own = rows_of(record, task["name"]), temperature_label(task["sampling"]["temperature"])
         # the plain adapter, by its temperature
         adapters = {row["temperature"]: row for row in rows if row["variant"] == "adapter" and _is_plain(row)}
         for row in rows:
-            # at a lower temperature gates are compared with the adapter there; random gates are a control
-            has_own_temperature = row["temperature"] is not None
-            if row["variant"] != "gated" or (row["control"] is not None and not has_own_temperature):
+            # at another temperature gates are compared with the adapter there
+            if row["variant"] != "gated" or not _is_plain(row):
                 continue
-            temperature = row["control"] if has_own_temperature else temperature_label(task["sampling"]["temperature"])
-            where = f"On {task['name']}, {temperature}"
+            where = f"On {task['name']}, {row['control'] or own}"
             versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
                 continue
-            name = "gated" if RANGE.match(row["control"] or "") else gates
-            statements.append(f"{where}, {_verdict_in_words(name, row, adapter)}.")
-            if not has_own_temperature:
+            statements.append(f"{where}, {_verdict_in_words(gates, row, adapter)}.")
+            if row["temperature"] is None:
                 statements += [f"{where}, {line}" for line in _confounder_lines(row, adapter, rows)]
                 is_entropy_lower |= (
                     None not in (row["entropy"], adapter["entropy"]) and row["entropy"] < adapter["entropy"]
                 )
-        if (cells := _cells([row for row in rows if row["temperature"] is None]))[0]:
-            statements.append(f"On {task['name']}, {_cells_in_words(cells)}; {NO_CHOICE}.")
+        for temperature in dict.fromkeys(row["temperature"] for row in rows):
+            if (cells := _cells(rows, temperature))[0]:
+                at = own if temperature is None else temperature_label(temperature)
+                statements.append(f"On {task['name']}, {at}, {_cells_in_words(cells)}; {NO_CHOICE}.")
         base = next((row for row in rows if row["variant"] == "base" and row["control"] is None), None)
         if base and base["comparison"] and None in adapters and (base["verdict"] == "better" or not _has_gates(record)):
-            where = f"On {task['name']}, {temperature_label(task['sampling']['temperature'])}"
-            statements.append(f"{where}, {_verdict_in_words('the base', base, adapters[None])}.")
+            statements.append(f"On {task['name']}, {own}, {_verdict_in_words('the base', base, adapters[None])}.")
     if is_entropy_lower:
         statements.append("Gates are trained for low entropy, which does not show that answers are right.")
     return statements
@@ -332,12 +332,20 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
             f"; {f'on {where} ' if len(bases) > 1 else ''}{ahead} at the task's own temperature alone: at the best of each the "
             f"adapter has {best.said('the base')}"
         )
-    title, rows, key = next((one for one in every if one[0] in helped[:1]), every[0])
+    spoken_of = (helped or ([] if hurt else [*beaten]))[:1]
+    title, rows, key = next((one for one in every if one[0] in spoken_of), every[0])
     names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
     table = dict(zip(names, score_tables(record), strict=True))[title]
     own = {row["variant"]: row for row in rows if row["control"] is None}
     use_base = lost and not _has_gates(record) and title in lost
-    first = own.get("gated" if helped else "base" if use_base else "adapter") or rows[0]
+    chosen = "gated" if helped else "base" if use_base else "adapter"
+    first = own.get(chosen) or rows[0]
+    base_bests = {} if _has_gates(record) else {where: best for where, (_, best) in turned.items()}
+    if best_both := {**base_bests, **beaten, **risen}.get(
+        title
+    ):  # advice about the best temperatures, with a score there
+        plain = [row for row in rows if row["variant"] == chosen and _is_plain(row)]
+        first = next((row for row in plain if {row["temperature"]} == best_both.temperatures[chosen]), first)
     score = f"{title}: {row_name(first)} {format_cell(share_cell(first[key]))} %"
     others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])
     listed = ", ".join(f"{row_name(row)} {percent(row[key]['mean'])} %" for row in others[:5])
@@ -380,6 +388,8 @@ class _Best(NamedTuple):
     compared: bool
     elsewhere: bool
     """Whether the adapter's best is not the temperature of the tasks."""
+    temperatures: dict[str, set[float]]
+    """The best of each, by its variant; several where tasks differ."""
 
     def said(self, other: str) -> str:
         unsure = ", no significant difference" if self.verdict == NOT_SHOWN else ""
@@ -395,20 +405,23 @@ def _best_of_both(record: Record, where: str, other: str) -> _Best | None:
     tasks = next((rows[0].get("tasks", ()) for title, rows in suites_of(record) if title == where), (where,))
     scores, versus = {"adapter": 0.0, other: 0.0}, None
     elsewhere = dict.fromkeys(scores, False)
+    best_at: dict[str, set[float]] = {name: set() for name in scores}
     for task in tasks:
         own = {row["variant"]: row for row in rows_of(record, task) if row["control"] is None}
         if not scores.keys() <= own.keys():
             return None
         for name in scores:
             best = own[name].get("at_best")
-            elsewhere[name] |= best is not None and best["temperature"] != heats[task]
+            heat = best["temperature"] if best else heats[task]
+            best_at[name].add(heat)
+            elsewhere[name] |= heat != heats[task]
             scores[name] += (best["score"] if best else own[name]["avg_at_k"])["mean"] / len(tasks)
             versus = best.get("comparison") if best and len(tasks) == 1 else None
     low, high = (versus["low"], versus["high"]) if versus else (scores[other] - scores["adapter"],) * 2
     verdict = "better" if low > 0 else "worse" if high < 0 else NOT_SHOWN
     if not any(elsewhere.values()):
         return None
-    return _Best(scores["adapter"], scores[other], verdict, versus is not None, elsewhere["adapter"])
+    return _Best(scores["adapter"], scores[other], verdict, versus is not None, elsewhere["adapter"], best_at)
 
 
 def _verdicts(every: list[tuple[str, list[Record], str]], variant: str = "gated") -> dict[str, str]:

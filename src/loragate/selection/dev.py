@@ -1,18 +1,12 @@
 """Dev and retention sets: questions that choose a variant, and questions of an ability to keep. Both are tasks like any other.
 
-Neither may share a question with the training examples, nor with those that a result is reported on. Texts are compared without
-case, surplus white space and closing punctuation; signs inside stay, because "2 + 3" and "2 - 3" are different questions. A long
-question also counts as shared where it stands inside a longer prompt, or where a long prompt stands inside it.
+Neither may share a question with the training examples, nor with those that a result is reported on (`overlap`).
 """
 
 from __future__ import annotations
 
 import math
-import re
-import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,18 +15,7 @@ import numpy as np
 
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
-from loragate.data.formats import (
-    BARE_PAIR,
-    CHOICES,
-    CONTEXT,
-    MEDIA,
-    SYSTEM,
-    conversation,
-    messages_of_json,
-    question_text,
-    refuse_left_out,
-    with_system,
-)
+from loragate.data.formats import CHOICES, CONTEXT, MEDIA, SYSTEM, refuse_left_out, with_system
 from loragate.data.rows import RowsGiven, is_saved
 from loragate.display import pluralize
 from loragate.errors import ConfigError, DataError, nearest
@@ -44,12 +27,16 @@ from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader, found_columns
 from loragate.printable import escape_controls
+from loragate.selection.overlap import (
+    ANSWERS,
+    PROMPTS,
+    ExcludedPrompts,
+    find_overlap,
+    normalize_question,
+    prompts_with_location,
+)
 from loragate.selection.settings import DevSettings
 
-ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
-"""((where it stands, text) of prompts, what they are)"""
-PROMPTS = ("prompt", "question", "problem", "instruction", "query")
-ANSWERS = ("answer", "gold", "target")
 GRADERS = (*ANSWER_GRADERS, "tiny")
 ASKED = (*CONTEXT, *CHOICES, "history", "tools", *MEDIA)
 """Columns that are part of a question, which is the prompt column alone."""
@@ -59,15 +46,9 @@ PLACEHOLDERS = frozenset(
 )
 """Right answers, in small letters, that people and programs write where none is known; "none" may also be one."""
 MIN_QUESTIONS, ADVISED = 32, 128
-LONG = 60
-"""Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
 SHARED, SAME = 20, 3  # shared questions in a message, and places of each
-INSTRUCTION = 3
-"""Dev questions that may hold one text of the examples; what more of them hold is an instruction, not a question."""
 RETENTION_TOKENS = 512  # of an answer to a plain file of retention questions
 MEASURED = 2_000  # training examples whose answers are measured
-_STARTS = re.compile(r"\b\w|[^\w\s]")
-_INSIDE_WORD = re.compile(r"\w\w")
 
 
 @dataclass(frozen=True)
@@ -107,25 +88,8 @@ class DevSet:
             )
         limit = self.settings.dev_max_new_tokens or answer_tokens
         # every variant says its temperature; the task's own is never used
-        how = TaskSettings(samples=self.settings.dev_samples, temperature=1.0, max_new_tokens=limit, seed=seed)
+        how = TaskSettings(samples=self.settings.dev_samples, temperature="1", max_new_tokens=limit, seed=seed)
         return prepare(task, self.questions, tokenizer, how, positions, system)
-
-
-def describe_form(task: Task, system: str) -> str:
-    """How a task's questions are put to a model, after "were asked".
-
-    Args:
-        system: "none" or "keep", as of `DevSet.prepare_task`.
-    """
-    if task.raw:
-        return "as plain text to go on with, without a chat template"
-    if task.system:
-        return f"through the chat template, with the system message {task.system!r}"
-    return "through the chat template, " + (
-        "with the system message that it adds by itself, if any (system=keep)"
-        if system == "keep"
-        else "without the system message that a template may add by itself (system=none)"
-    )
 
 
 def read_dev(
@@ -239,34 +203,6 @@ def collect_excluded_prompts(rows: Rows, settings: DevSettings) -> list[Excluded
     return taken
 
 
-def prompts_with_location(rows: Rows) -> list[tuple[str, str]]:
-    """(where it stands, text) of the user's words in every row."""
-    return [(rows.where(index), text) for index, row in enumerate(rows) for text in prompts_of([row])]
-
-
-def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The user's words in rows of any format, for the comparison with questions."""
-    texts = []
-    for row in rows:
-        named = [name for name in ("messages", "conversations", *PROMPTS) if row.get(name) is not None]
-        for name in named or BARE_PAIR[:1]:
-            value = messages_of_json(row.get(name))
-            if isinstance(value, str):
-                with suppress(DataError):
-                    texts.append(question_text(row, name))
-            elif isinstance(value, list):
-                with suppress(DataError):  # such as an image; rows to train on are refused by their line
-                    texts += [turn["content"] for turn in conversation(value, name) if turn["role"] == "user"]
-    return texts
-
-
-def normalize_question(text: str) -> str:
-    """What two texts of one question have in common."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    text = re.sub(r"\s*([^\w\s])\s*", r"\1", text)  # "2+3" is "2 + 3"
-    return re.sub(r"\s+", " ", text).strip(" .,;:!?\"'`*")
-
-
 def _require_answers(rows: Rows, source: str, name: str) -> None:
     """Refuse rows of a plain file that are no questions with answers."""
     for index, row in enumerate(rows):
@@ -356,70 +292,6 @@ def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str)
         f"{len(empty)} of {pluralize(len(questions), 'right answer')} look like placeholders ({golds}): {lines}; unless that is "
         "what should be answered, write the right answer there, or remove these questions"
     ]
-
-
-def find_overlap(questions: Sequence[Question], others: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """{where a question stands: where others say the same}; compared are its prompt and the row's own question.
-
-    Args:
-        others: (where it stands, text).
-    """
-    places: dict[str, list[str]] = defaultdict(list)
-    for place, text in others:
-        if key := normalize_question(text):
-            places[key].append(place)
-    asked = {
-        question.place: [
-            key
-            for text in dict.fromkeys([question.prompt, *prompts_of([question.row])])
-            if (key := normalize_question(text))
-        ]
-        for question in questions
-    }
-    different = {key for own in asked.values() for key in own}
-    holding: dict[str, list[str]] = defaultdict(list)  # {question: the other texts that hold it}
-    lengths = _lengths_by_beginning(different)
-    for known in places:
-        for key in _texts_inside(known, lengths) & different:
-            holding[key].append(known)
-    lengths, held = _lengths_by_beginning(places), dict[str, set[str]]()
-    for key in different:
-        held[key] = _texts_inside(key, lengths) & places.keys()
-    often = Counter(known for inside in held.values() for known in inside)
-    found: dict[str, list[str]] = {}
-    for place, own in asked.items():
-        there: list[str] = []
-        for key in own:
-            # what many questions hold is an instruction that they share
-            inside = sorted(known for known in held[key] if often[known] <= INSTRUCTION)
-            for known in (key, *holding[key], *inside):
-                there += places.get(known, [])
-        if there:
-            found[place] = list(dict.fromkeys(there))
-    return found
-
-
-def _lengths_by_beginning(texts: Iterable[str]) -> dict[str, set[int]]:
-    """{the first `LONG` characters: lengths of the texts that begin so}, of texts that are that long."""
-    lengths: dict[str, set[int]] = defaultdict(set)
-    for text in texts:
-        if len(text) >= LONG:
-            lengths[text[:LONG]].add(len(text))
-    return lengths
-
-
-def _texts_inside(text: str, lengths: Mapping[str, set[int]]) -> set[str]:
-    """Pieces of a text, from one word's beginning to another's end, that begin like known texts and have their length.
-
-    Which of them are known is for the caller to say. The time is that of reading the text, however many are known.
-    """
-    found = set()
-    for start in _STARTS.finditer(text, 0, max(len(text) - LONG + 1, 0)):
-        at = start.start()
-        for length in lengths.get(text[at : at + LONG], ()):
-            if not _INSIDE_WORD.fullmatch(text, at + length - 1, at + length + 1):
-                found.add(text[at : at + length])
-    return found - {text}
 
 
 def _overlap(shared: Mapping[str, Sequence[str]], what: str, name: str, count: int) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from loragate.data import describe_form
 from loragate.display import Job, format_points, temperature_label
 from loragate.errors import DataError, DivergenceError, GateError
 from loragate.evaluation.engines import make_in_memory_engine
@@ -41,7 +42,7 @@ from loragate.gates.eligibility import examine_adapter, require_gateable, requir
 from loragate.gates.identity import base_weight_samples
 from loragate.gates.schema import CONFIG
 from loragate.gates.strength import layer_bands, lora_paths
-from loragate.selection.dev import RETENTION_TOKENS, DevSet, describe_form, estimate_max_new_tokens
+from loragate.selection.dev import RETENTION_TOKENS, DevSet, estimate_max_new_tokens
 from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
 from loragate.selection.settings import require_one_process
 from loragate.selection.trials import FAILED, GATED, OnStep, Trial, TrialContext
@@ -470,7 +471,7 @@ class SelectionRun:
                 count_unparsed_answers(reasons, task.task.grader) / len(task.questions),
                 self.dev.dropped,
                 task.warnings,
-                describe_form(task.task, self.context.system),
+                describe_form(task.task.raw, task.task.system, self.context.system),
             ),
             kept_info,
             {"base": self.why_no_base_variant} if self.why_no_base_variant else {},

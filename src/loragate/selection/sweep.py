@@ -1,4 +1,4 @@
-"""A grid of ranges, objectives and seeds: the path of `calibrate` with many trials, on Ray or one after the other.
+"""A grid of ranges, learning rates, objectives and seeds: the path of `calibrate` with many trials, on Ray or one after the other.
 
     <folder>/          a `SelectionRun` (`selection_run.py`): run.json, trials/, dev/, selection.json
     <folder>/selection.md, heatmap*.png
@@ -25,7 +25,7 @@ from loragate.errors import ConfigError, DataError, DivergenceError, LoragateErr
 from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import ModelVariant
+from loragate.evaluation.variants import ModelVariant, at_temperatures
 from loragate.files import RunFolder, require_empty_folder
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG, read_gate_config
@@ -296,12 +296,13 @@ class TrainedCells:
         return cls(trials, left, own, tasks, endings)
 
     def evaluation(self, loaded: Loaded) -> Evaluation:
-        """The adapter and a variant for each cell."""
+        """The adapter and a variant for each cell, at every temperature that was given."""
         names = ", ".join(one.name for one in self.unfinished)
         notes = [f"trials that are not finished, and not scored: {names}"] if names else []
         rows = [ModelVariant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
         prepared = self.request.prepare(self.tasks, loaded)
-        return Evaluation.from_request(self.request, prepared, loaded, [ModelVariant("adapter"), *rows], notes=notes)
+        variants = at_temperatures([ModelVariant("adapter"), *rows], self.request.tasks.temperatures[1:])
+        return Evaluation.from_request(self.request, prepared, loaded, variants, notes=notes)
 
 
 def raise_failures(swept: SweepResult, count: int) -> None:

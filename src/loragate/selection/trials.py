@@ -38,8 +38,9 @@ from loragate.gates.strength import overrides_by_module
 from loragate.training import GateTrainingSettings, train_gates, training_rows
 from loragate.training.callbacks import StepReport
 from loragate.training.gate_training import check_start
+from loragate.training.run import save_tokenizer
 from loragate.training.settings import GATE_OBJECTIVES
-from loragate.validate import Seed, validate
+from loragate.validate import PositiveFloat, Seed, validate
 
 GATED, RUN, FAILED = "gated", "run", "failed.json"
 WAIT_S = 60.0  # for a worker that died to let go of a trial
@@ -55,16 +56,20 @@ class Trial:
         range: of λ.
         objective: "entropy" is the paper's, "ce" its ablation.
         seed: of the gates' start and of the order of the examples.
+        learning_rate: None for that of the settings.
     """
 
     range: Range
     objective: str = "entropy"
     seed: int = 42
+    learning_rate: float | None = None
 
     @property
     def cell(self) -> str:
-        """What its seeds have in common: "[-3,1]", "[-3,1] ce"."""
-        return str(self.range) if self.objective == "entropy" else f"{self.range} {self.objective}"
+        """What its seeds have in common: "[-3,1]", "[-3,1] ce", "[-3,1] lr=0.001"."""
+        objective = "" if self.objective == "entropy" else self.objective
+        rate = "" if self.learning_rate is None else f"lr={self.learning_rate:g}"
+        return " ".join(filter(None, (str(self.range), objective, rate)))
 
     @property
     def name(self) -> str:
@@ -74,7 +79,8 @@ class Trial:
     @property
     def slug(self) -> str:
         """Its folder: stable, unique, and fit for every file system."""
-        return f"{self.objective}_{self.range.slug}_seed{self.seed}"
+        rate = "" if self.learning_rate is None else f"_lr{self.learning_rate:g}"
+        return f"{self.objective}_{self.range.slug}{rate}_seed{self.seed}"
 
     def config(self, config: GateConfig) -> GateConfig:
         """Its gates; raises ConfigError for some that no training moves."""
@@ -84,17 +90,35 @@ class Trial:
 
     def as_record(self) -> dict[str, Any]:
         """As it stands in a run's identity."""
-        return {"lower": self.range.lower, "upper": self.range.upper, "objective": self.objective, "seed": self.seed}
+        own = {name: getattr(self, name) for name in ("objective", "seed", "learning_rate")}
+        return {"lower": self.range.lower, "upper": self.range.upper, **own}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trial:
         """The trial of `as_record`; raises KeyError, TypeError or GateError for what is none."""
-        return cls(Range(record["lower"], record["upper"]), record["objective"], record["seed"])
+        bounds = Range(record["lower"], record["upper"])
+        return cls(bounds, record["objective"], record["seed"], record["learning_rate"])
+
+    def training(self, settings: GateTrainingSettings) -> GateTrainingSettings:
+        """Its settings."""
+        rate = settings.learning_rate if self.learning_rate is None else self.learning_rate
+        return replace(settings, objective=self.objective, seed=self.seed, learning_rate=rate)  # type: ignore[arg-type]
 
 
-def make_trials(ranges: Sequence[Range], objectives: Sequence[str], seeds: Sequence[int]) -> tuple[Trial, ...]:
+def make_trials(
+    ranges: Sequence[Range],
+    objectives: Sequence[str],
+    seeds: Sequence[int],
+    learning_rates: Sequence[float | None] = (None,),
+) -> tuple[Trial, ...]:
     """The product; a ConfigError names what is missing, unknown, or there twice."""
-    for name, values in (("range", ranges), ("objective", objectives), ("seed", seeds)):
+    axes: tuple[tuple[str, Sequence[Any]], ...] = (
+        ("range", ranges),
+        ("objective", objectives),
+        ("seed", seeds),
+        ("learning rate", learning_rates),
+    )
+    for name, values in axes:
         if not values:
             raise ConfigError(f"no {name} to try; give at least one")
         if repeated := [value for value in values if list(values).count(value) > 1]:
@@ -104,7 +128,15 @@ def make_trials(ranges: Sequence[Range], objectives: Sequence[str], seeds: Seque
     for objective in objectives:
         if objective not in GATE_OBJECTIVES:
             raise ConfigError(f"unknown objective {objective!r}{nearest(objective, GATE_OBJECTIVES)}")
-    return tuple(Trial(one, objective, seed) for objective in objectives for one in ranges for seed in seeds)
+    for rate in (one for one in learning_rates if one is not None):
+        validate(PositiveFloat, rate, "learning rate")
+    return tuple(
+        Trial(one, objective, seed, rate)
+        for objective in objectives
+        for rate in learning_rates
+        for one in ranges
+        for seed in seeds
+    )
 
 
 @dataclass
@@ -116,7 +148,7 @@ class TrialContext:
         tokenizer: of the base.
         examples: to train on, as given.
         config: of the gates; range and seed are the trial's.
-        settings: of the training; objective and seed are the trial's.
+        settings: of the training; objective and seed are the trial's, and a learning rate that it names.
         system: "none" leaves out a template's own system message, "keep" keeps it.
         heldout: tokenised examples that are only measured: entropy before and after.
         origin: arguments of `save_gates` that say where base and adapter come from.
@@ -205,7 +237,7 @@ class TrialContext:
             self.tokenizer,
             examples,
             trial.config(self.config),
-            replace(self.settings, objective=trial.objective, seed=trial.seed),  # type: ignore[arg-type]
+            trial.training(self.settings),
             encoded=encoded,
             heldout=self.heldout,
             run_folder=run,
@@ -232,7 +264,7 @@ def save_artifact(
     endings = find_endings(context.tokenizer, context.model.generation_config)
     more = {"stop_token_ids": endings.token_ids, "evidence": evidence, "temperature": temperature}
     save_gates(context.model, folder, k=k, **{**context.origin, **more})
-    context.tokenizer.save_pretrained(str(folder / ADAPTER / "tokenizer"))
+    save_tokenizer(context.tokenizer, folder / ADAPTER / "tokenizer")
 
 
 def copy_artifact(source: Path, target: Path, selection: dict[str, Any], temperature: float) -> None:

@@ -22,15 +22,16 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loragate.data import Chat, find_endings
+from loragate.data import Chat, describe_form, find_endings, is_same_form
 from loragate.display import console
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.gates.override import parse_slot_override
-from loragate.gates.recommended import sampling_note
+from loragate.gates.recommended import form_note, sampling_note
 from loragate.generation.vllm_engine import default_memory_utilization, lora_rank, on_cpu, require_gate_plugin
 from loragate.models import (
     ModelSource,
@@ -78,6 +79,7 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
             # without --vllm-args, which may hold keys
             out.print("starting vLLM: " + shlex.join(command) + " …" * bool(settings.vllm_args))
             print_sampling(adapters)
+            print_forms(adapters, tokenizer, system)
             for name, adapter in adapters.items():
                 if adapter.needs_lambda and (note := unreached_note(adapter)):
                     out.print(f"{name}: {note}")
@@ -399,6 +401,16 @@ def print_sampling(adapters: Mapping[str, ModelSource]) -> None:
     for name, adapter in adapters.items():
         if note := sampling_note(name, adapter.sampling):
             console().print(f"{note}; a request may say otherwise")
+
+
+def print_forms(adapters: Mapping[str, ModelSource], tokenizer: Any, system: str) -> None:
+    """A warning for each served folder that was chosen on questions in another form than conversations are rendered in."""
+    if tokenizer.chat_template is None:  # then prompts come rendered
+        return
+    now, same = describe_form(False, system=system), partial(is_same_form, tokenizer=tokenizer)
+    for name, adapter in adapters.items():
+        if note := form_note(name, adapter.sampling, now, same):
+            console().print(f"warning: {note}; /v1/completions takes prompts as they are")
 
 
 def address(host: str, port: int) -> str:

@@ -81,6 +81,11 @@ class GateTrainingArguments(SFTConfig):
         if detect_launch().strategy == "fsdp2":
             process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
         super().__post_init__()
+        if self.activation_offloading and self.device.type == "cpu":  # of which TRL dies
+            raise ConfigError(
+                "activation_offloading moves activations from a GPU to the memory of the host, and this training runs on the CPU: "
+                "leave it out, and use gradient_checkpointing=True where memory is short"
+            )
 
 
 def recorded_arguments(arguments: GateTrainingArguments) -> dict[str, Any]:

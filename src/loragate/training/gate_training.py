@@ -470,7 +470,8 @@ def train_gates(
             require_mask_column(objective, encoded, source.source)
         # run.json and the artifact get what was done
         base, lengths = causal_model(peft_model), encoded.arrays["lengths"]
-        settings = fit_passes(settings, lengths, base, None, settings.k, folder.recorded_pass_rows)
+        support = settings.k if objective is None else objective.k
+        settings = fit_passes(settings, lengths, base, objective, support, folder.recorded_pass_rows)
         chosen = {"k": settings.k, "objective": settings.objective}
         device = target_device(peft_model).type
         arguments = build_trainer_arguments(

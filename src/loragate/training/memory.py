@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from loragate.gates.eligibility import NONE, quantization_of
 from loragate.losses.objectives import Objective
 from loragate.training.plan import GIB, Estimate, estimate
-from loragate.training.settings import TrainSettings
+from loragate.training.settings import GateTrainingSettings, TrainSettings
 from loragate.training.strategy import detect_launch
 
 ON_CPU = 1.4
@@ -29,12 +29,20 @@ Settings = TypeVar("Settings", bound=TrainSettings)
 
 
 def pass_memory(
-    base: Any, rows: int, longest: int, objective: Objective | None, *, autocast: bool, checkpointing: bool, **more: Any
+    base: Any,
+    rows: int,
+    longest: int,
+    objective: Objective | None,
+    *,
+    gates: bool,
+    autocast: bool,
+    checkpointing: bool,
+    **more: Any,
 ) -> float | None:
     """Bytes beside the base, on its device, that a training with passes of `rows` rows of `longest` tokens needs.
 
-    None for quantised and sharded bases, and for models whose configuration says too little for an estimate. The objective is that
-    of an adapter's training, None for gates; `more` goes on to `estimate`.
+    None for quantised and sharded bases, and for models whose configuration says too little for an estimate. `gates` says what is
+    trained, `objective` by what; `more` goes on to `estimate`.
     """
     device = next(base.parameters()).device
     if device.type not in ("cpu", "cuda") or quantization_of(base) != NONE:
@@ -43,7 +51,7 @@ def pass_memory(
     try:
         found: Estimate = estimate(
             base,
-            "calibrate" if objective is None else "sft",
+            "calibrate" if gates else "sft",
             sequence=longest,
             rows=rows,
             adapter=[(one.in_features, one.out_features, max(one.r.values(), default=0)) for one in layers],
@@ -65,7 +73,8 @@ def fit_passes(
     """Settings `fitted` to rows, with fewer of them in a pass where memory is short and `asked` leaves their number open.
 
     Steps keep their rows: the gradient of one is the same sum over the same tokens, and only its rounding depends on the passes.
-    `lengths` are the tokens of each row; `recorded` the rows of the run that is resumed, which goes on as it began, or 0.
+    `lengths` are the tokens of each row; `objective` is None for gates' own, `k` its support; `recorded` the rows of the run
+    that is resumed, which goes on as it began, or 0.
     """
     launch, longest = detect_launch(), int(lengths.max())
     fitted = asked.fitted(len(lengths), launch.processes)
@@ -76,7 +85,7 @@ def fit_passes(
         return replace(fitted, per_device_train_batch_size=recorded)
 
     def need(rows: int) -> float | None:
-        how: dict[str, Any] = {"k": k, "passes": batch // rows}
+        how: dict[str, Any] = {"k": k, "passes": batch // rows, "gates": isinstance(asked, GateTrainingSettings)}
         how |= {"autocast": fitted.precision != "fp32", "checkpointing": fitted.gradient_checkpointing}
         return pass_memory(base, rows, longest, objective, **how)
 
@@ -96,8 +105,9 @@ def fit_passes(
 
 def warn_where_memory_is_short(base: Any, args: Any, objective: Objective, longest: int, gates: bool) -> None:
     """Warn if a pass of the longest rows, with the arguments of a trainer, needs more than is free where the base is."""
-    given = base, args.per_device_train_batch_size, longest, None if gates else objective
+    given = base, args.per_device_train_batch_size, longest, objective
     how = {"autocast": args.bf16 or args.fp16, "k": objective.k, "passes": args.gradient_accumulation_steps}
+    how["gates"] = gates
     need = pass_memory(*given, checkpointing=bool(args.gradient_checkpointing), **how)
     if need is not None and need > (free := free_memory(next(base.parameters()).device)):
         ways = ["fewer rows in a pass (per_device_train_batch_size)", "shorter ones (max_length)"]

@@ -2,7 +2,7 @@
 
 For each token a layer of a Llama-like decoder keeps two residual streams, q, k, v, the output of attention, three products of
 the MLP, and what LoRA and gates read; the peak is the backward pass of a layer, or the head's logits, on top of it. Against
-`benchmarks/results/plan_memory.json` (42 trainings of small models of five families) the peak is off by 1.6 % in the median
+`benchmarks/results/plan_memory.json` (44 trainings of small models of five families) the peak is off by 1.6 % in the median
 and 10 % at worst (16-bit base on a CPU, checkpointed). Experts, soft-capped attention and ungated MLPs keep more than is counted,
 several times as much at worst: there the sentence says "at least". DoRA keeps two outputs of every adapted layer and makes its
 whole delta in every pass; an objective says by what it reads and requires whether a reference and a first pass without gradient
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from loragate.losses.objectives import Objective, objectives
+from loragate.losses.objectives import Objective
 from loragate.losses.projection import MIN_TILE_SIDE, TILE_BYTES, tiling
 
 FP32, GIB = 4, 2**30
@@ -77,7 +77,7 @@ def estimate(
         adapter: LoRA's rank, on every linear layer but the head; or (d_in, d_out, rank) of each adapted module.
         base: dtype or quantisation of the base's weights.
         autocast: whether products are in 16 bits.
-        objective: of the fine-tuning; by default cross-entropy.
+        objective: of the training; by default cross-entropy of an adapter, and the entropy of gates.
         k: support of the gates' entropy; 0 for the whole vocabulary.
         passes: of a step; what depends on the whole batch is read beforehand where there are several.
     """
@@ -94,10 +94,9 @@ def estimate(
     lora = sum(rank * (d_in + d_out) for d_in, d_out, rank in modules)
     magnitudes = sum(d_out for _, d_out, _ in modules) if dora else 0
     gates = 0 if sft else sum(d_in + 1 for d_in, *_ in modules)
-    objective = objective or objectives["sft"]
-    referred = sft and "reference_kl" in objective.requires
+    referred = objective is not None and "reference_kl" in objective.requires
     # statistics of the whole batch: a forward pass that keeps nothing
-    beforehand = sft and passes > 1 and bool(getattr(objective, "batch_reads", ()))
+    beforehand = passes > 1 and bool(getattr(objective, "batch_reads", ()))
     routed = getattr(text, "num_experts_per_tok", None) or 1
     D, H, L, T = text.hidden_size, text.num_attention_heads, text.num_hidden_layers, rows * sequence
     head_size = getattr(text, "head_dim", None) or D // H
@@ -131,14 +130,14 @@ def estimate(
     every = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     forward = 2 * (linear + experts * routed // every) + attention + 2 * lora
     projection = RESPONSE * 2 * D * text.vocab_size
-    if sft:  # logits and their way back; with a KL those of both models, twice
-        own = 2 * lora + (5 if referred else 2) * projection
-        own += referred * (forward - 2 * lora) + beforehand * (1 + referred) * (forward + projection)
+    # logits and their way back, of gates through k rows of the head; with a KL those of both models, twice
+    heads = 5 if referred else 2 if sft else 1 + k / text.vocab_size if k else 3
+    own = (2 * lora if sft else 4 * gates) + heads * projection
+    own += referred * (forward - 2 * lora) + beforehand * (1 + referred) * (forward + projection)
+    if sft:
         # DoRA's delta costs the same however many tokens a pass has, and carries no gradient
         delta = 2 * sum(rank * d_in * (d_in + d_out) for d_in, d_out, rank in modules) // T if dora else 0
         own += (1 + gradient_checkpointing + beforehand) * delta
-    else:
-        own = 4 * gates + (projection + RESPONSE * 2 * D * k if k else 3 * projection)
     return Estimate(
         weights=(total - linear - experts) * size + (linear + experts) * PACKED.get(base, size),
         adapter=FP32 * (lora + magnitudes + gates),

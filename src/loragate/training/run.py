@@ -6,6 +6,7 @@ resumed run must be the same run: `run.json` is compared before anything is cont
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,15 @@ from transformers import PrinterCallback
 from trl import SFTConfig
 
 from loragate.errors import ConfigError
-from loragate.files import read_json, write_json
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import check_objective
+from loragate.models.output_difference import write_tokenizer
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnSignal
 from loragate.training.checkpoints import METRICS_FILE, TrainingFolder, template_hints
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, TrainSettings
 from loragate.training.trainer import StatisticsTrainer
+
+logger = logging.getLogger("loragate")
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,6 @@ def check_custom_objective(objective: Objective, settings: TrainSettings | SFTCo
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """The tokenizer into an adapter's folder, as AutoTokenizer reads it where no model is beside it."""
-    tokenizer.save_pretrained(str(folder))
-    path = folder / "tokenizer_config.json"
-    record = read_json(path)
-    # beside a base this keeps its model type from choosing another class; AutoTokenizer fails on it anywhere else
-    if record.get("auto_map") == {"AutoTokenizer": [None, None]}:
-        del record["auto_map"]
-        write_json(path, record)
+    """The tokenizer into an adapter's folder, as AutoTokenizer reads it; a warning where that reads other ids."""
+    if otherwise := write_tokenizer(tokenizer, folder):
+        logger.warning("%s; give the base's tokenizer wherever the adapter is used", otherwise)

@@ -73,7 +73,7 @@ _REPLACEMENTS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
         ("inf", r"(?<![A-Za-z\\])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
         ("oo", r"(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty "),
         ("C", r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
-        ("C", r"(?:\{\s*\}\s*)?[_^]\s*\{?\s*(\d+)\s*\}?\s*C\s*_\s*\{?\s*(\d+)\s*\}?", r"\\binom{\1}{\2}"),
+        ("C", r"(?:\{\s*\}\s*)?[_^]\s*(\{)?\s*(\d+)\s*(?(1)\})\s*C\s*_\s*(\{)?\s*(\d+)(?(3)\s*\})", r"\\binom{\2}{\4}"),
         ("C", r"(?<![\w\\])(\d+)C(\d+)(?!\w)", r"\\binom{\1}{\2}"),
         ("choose", r"(\d+)\s*(?:\\text\{)?\s*choose\s*\}?\s*(\d+)", r"\\binom{\1}{\2}"),
         ("circ", r"\^\\circ\s*\\(?:text|mathrm)\{\s*([CFK])\s*\}", r"^\\circ \1"),
@@ -90,8 +90,8 @@ _INFIX = re.compile(r"\\(over|choose)(?![A-Za-z])")
 _JOINING_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*(?:\b(?:and|or)\b|[,;])[^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )(\d{1,3})((?:,\d{3})+|(?: \d{3})+)(?![\d,])(?=\.\d|[^.]|$)")
 _REPEATING = re.compile(
-    r"(?P<head>\d*\.\d*)(?:\\(?:overline|bar)\s*\{?(?P<bar>\d+)\}?|\\dot\s*\{?(?P<first>\d)\}?(?P<rest>\d*\\dot\s*\{?\d\}?)?"
-    r"|\((?P<round>\d+)\))(?![\d.])"
+    r"(?P<head>\d*\.\d*)(?:\\(?:overline|bar)\s*(\{)?(?P<bar>\d+)(?(2)\})"
+    r"|\\dot\s*(\{)?(?P<first>\d)(?(4)\})(?P<rest>\d*\\dot\s*(\{)?\d(?(7)\}))?|\((?P<round>\d+)\))(?![\d.])"
 )
 _GOES_ON = re.compile(r"(\d*\.\d*?)(\d{1,6}?)(\2{2,}|(?<=\d{2})\2)(?:\\[lcd]?dots[a-z]?(?![A-Za-z])|\.\.\.)")
 
@@ -110,7 +110,9 @@ def normalise(answer: str) -> str:
         text = re.sub(r"\\\\(?:\[\w+\])?(?=.*\S)", "; ", text)
     if "\x00" in text:  # between digits it goes, elsewhere `{,}` was a comma after all
         text = re.sub(r"(?<=\d)\x00(?=\d{3})", "", text).replace("\x00", ",")
-    text = _without_final_stop(re.sub(r"\s+", " ", text).strip())
+    text = re.sub(r"\s+", " ", text).strip()
+    while (inside := strip_outer_braces(_without_final_stop(text))) != text:
+        text = inside
     if not any(bracket in text for bracket in "()[]"):  # which would make 10,080 a list
         text = _THOUSANDS.sub(lambda match: match.group(1) + re.sub(r"[ ,]", "", match.group(2)), text)
     if "." in text:

@@ -40,7 +40,7 @@ _ALIASES = {
     "kilometer": "km", "kilometre": "km", "inches": "inch", "in": "inch", "foot": "ft", "feet": "ft", "gram": "g",
     "kilogram": "kg", "kilo": "kg", "pound": "lb", "oz": "ounce", "sec": "s", "second": "s", "min": "minute", "hour": "h",
     "hr": "h", "hertz": "Hz", "joule": "J", "watt": "W", "newton": "N", "kelvin": "K", "litre": "L", "liter": "L", "l": "L",
-    "ml": "mL", "mi": "mile", "yd": "yard", "yr": "year", "mph": "mile/h", "milliliter": "mL", "millilitre": "mL",
+    "ml": "mL", "mi": "mile", "yd": "yard", "yr": "year", "milliliter": "mL", "millilitre": "mL",
     "ergs": "erg", "mole": "mol", "deg": "degree", "rad": "radian", "usd": "dollar", "buck": "dollar", "eur": "euro",
     "gbp": "sterling", "quid": "sterling", "jpy": "yen", "inr": "rupee", "tonne": "ton",
 }  # fmt: skip
@@ -255,7 +255,7 @@ def read_unit(text: str) -> Unit | None:
     words = re.sub(r"\b(?:square|sq)\.?\s+([A-Za-z]+)", r"\1^2", text)
     words = re.sub(r"\b(?:cubic|cu)\.?\s+([A-Za-z]+)", r"\1^3", words)
     words = re.sub(r"\s*\bper\s+|\s+an\s+", "/", words)
-    words = re.sub(r"\bmph\b", "mile/h", words)
+    words = re.sub(r"(?i)\bmph\b", "mile/h", words)
     words = re.sub(r"(?i)\bdegrees?\s+(?=celsius|fahrenheit|kelvin)", "", words)
     for place, group in enumerate(words.split("/")):
         parts = re.findall(r"([A-Za-z]+(?:_\{?\\odot\}?)?)(?:\s*\^\s*\{?\s*(-?\d+)\s*\}?)?", group)

@@ -167,6 +167,8 @@ Grader = Literal[
     "tiny",
     "lm-eval",
 ]
+OwnGrader = Callable[[str, str, dict[str, Any]], bool]
+"""Called with (answer behind any reasoning, right answer, row of the data set): whether the answer is right."""
 DEFINITIONS = Path(__file__).parent / "definitions"
 SUFFIXES = (".yaml", ".yml")
 
@@ -262,6 +264,7 @@ class Task:
         paper: what the paper or its code states about this task.
         notes: anything a reader of a score should know.
         path: the file this was read from.
+        own_grader: a function of a Python caller, which `grader` then names; no file can bring one.
     """
 
     name: str
@@ -280,6 +283,7 @@ class Task:
     paper: str = ""
     notes: str = ""
     path: Path = field(default=Path(), metadata={"key": False})
+    own_grader: OwnGrader | None = field(default=None, metadata={"key": False})
 
     @property
     def fingerprint(self) -> str:
@@ -291,14 +295,14 @@ class Task:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able content, as results record it: written as YAML it is the same task again, wherever its file lies."""
-        content = dataclasses.asdict(dataclasses.replace(self, path=Path()))
+        content = dataclasses.asdict(dataclasses.replace(self, path=Path(), own_grader=None))
         # raw as if it were false: a raw task has no system message, which its record states like any other's
-        acts = active_settings("task", content, grader=self.grader, raw=False)
-        return {name: content[name] for name in acts if name != "path"}
+        acts = active_settings("task", content, grader="exact" if self.own_grader else self.grader, raw=False)
+        return {name: content[name] for name in acts if name not in ("path", "own_grader")}
 
     def as_yaml(self) -> str:
         """The text of a task file: its own where it was read from one, comments included."""
-        if self.path.is_file():
+        if self.path.is_file() and self.own_grader is None:
             return self.path.read_text(encoding="utf-8")
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
@@ -321,11 +325,15 @@ def suite(name: str) -> list[Task]:
     return [task for task in tasks if task.variant_of is None and name in (task.suite, "all")]
 
 
-def load_task(name_or_path: str | Path) -> Task:
+def load_task(name_or_path: str | Path, grader: OwnGrader | None = None) -> Task:
     """A built-in task by name, or any task by the path of its YAML file.
 
+    Args:
+        grader: a function that judges its answers, in place of the file's grader: called with (answer behind any reasoning,
+            right answer, row of the data set), it returns True or False. Records name it by module and qualified name.
+
     Raises:
-        ConfigError: for an unknown name, or a file with a mistake.
+        ConfigError: for an unknown name, a file with a mistake, or a function without a name of its own.
     """
     path, known = Path(name_or_path).expanduser(), task_names()
     if str(name_or_path) in known:
@@ -380,7 +388,14 @@ def load_task(name_or_path: str | Path) -> Task:
         _check_variables(
             task.prompt, {*dataset.schema, *(task.columns.keys() - {"gold", "tolerance"})}, f"{path}: prompt"
         )
-    return task
+    if grader is None:
+        return task
+    name = getattr(grader, "__qualname__", "<lambda>")
+    if task.harness is not None or name.endswith("<lambda>"):
+        why = "is judged by the harness" if task.harness else "records name the function: write it with def"
+        raise ConfigError(f"load_task({str(name_or_path)!r}, grader={grader!r:.80}): {why}")
+    # pydantic holds the files' graders to their names
+    return dataclasses.replace(task, grader=f"{grader.__module__}.{name}", own_grader=grader)  # type: ignore[arg-type]
 
 
 def _drop_nulls(value: Any) -> Any:
