@@ -195,6 +195,7 @@ def test_what_was_chosen_for_a_task_is_evaluated_on_it():
     assert format_next_command("gated", "runs/g").startswith(
         "next: loragate eval --model gated --suite math --out runs/g, with"
     )
+    assert "--tasks tiny --system keep --out" in format_next_command("gated", "runs/g", "tiny", "keep")
     assert format_next_command("gated", "runs/g", "my task.yaml") == (
         "next: loragate eval --model gated --tasks 'my task.yaml' --out runs/g"
     )

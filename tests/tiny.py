@@ -72,6 +72,12 @@ TEMPLATE = (
 )
 
 
+WITH_SYSTEM = "{% if messages[0]['role'] != 'system' %}w50 w51 w52 w53 {% endif %}" + TEMPLATE.replace(
+    "{% else %}", "{% elif m['role'] == 'system' %}w50 {{ m['content'] }} {% else %}"
+)
+"""As Qwen2.5 and SmolLM2 have it: without a system message the template writes one of its own."""
+
+
 def _fast(core, template):
     tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     # with this map AutoTokenizer reads tokenizer.json as it is, beside any model

@@ -96,10 +96,11 @@ def configure_logging() -> None:
     own.propagate = False
 
 
-def format_next_command(model: object, out: str, task: str = "") -> str:
+def format_next_command(model: object, out: str, task: str = "", system: str = "none") -> str:
     """The line that says how what a command made is evaluated; without a task, what it is for only its owner knows."""
     asked = ["--tasks", task] if task else ["--suite", "math"]
-    command = shlex.join(["loragate", "eval", "--model", str(model), *asked, "--out", out])
+    kept = [] if system == "none" else ["--system", system]
+    command = shlex.join(["loragate", "eval", "--model", str(model), *asked, *kept, "--out", out])
     more = "" if task else ", with the --suite that it is for, or --tasks FILE.yaml with questions of your own"
     return f"next: {command}{more}"
 

@@ -227,6 +227,13 @@ class SelectionRecord:
         others = [f"{row.label} {row}" for kind, row in self._best().items() if kind != self.recommendation.weights]
         return f"The best of each other kind: {', '.join(others)}." if others else ""
 
+    def all_right(self) -> str:
+        """That nothing could score above the baseline; empty where something could."""
+        found = self.recommendation
+        all_of_them = found.label == self.baseline and found.score.mean == 1
+        said = "All of them are right, so no variant could score above it; harder questions tell variants apart."
+        return said if all_of_them else ""
+
     def beside_base(self) -> str:
         """That the adapter is not shown to beat its base; empty where it is, or where the base is recommended or was not asked."""
         base = self._best().get("base")
@@ -268,11 +275,7 @@ class SelectionRecord:
         """What to use and why, what the alternatives scored, and what the choice does not say."""
         found = self.recommendation
         said = [f"{found.format_advice()}: {self.format_score()}; {found.reason}."]
-        if found.label == self.baseline and found.score.mean == 1:
-            said.append(
-                "All of them are right, so no variant could score above it; harder questions tell variants apart."
-            )
-        said += filter(None, (self.alternatives(), self.beside_base()))
+        said += filter(None, (self.all_right(), self.alternatives(), self.beside_base()))
         if found.label != self.baseline:
             said.append(
                 f"It was picked from {len(self.variants)} settings, and the interval is that of one comparison: its score is "

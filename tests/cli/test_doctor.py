@@ -173,14 +173,20 @@ def test_an_interrupt_before_anything_is_known(place, tmp_path, monkeypatch, pag
     assert pages == []
 
 
-def test_a_base_that_is_not_here(place, tmp_path, capsys):
+def test_a_base_that_is_not_here(place, tmp_path, capsys, monkeypatch):
     folder = shutil.copytree(place / "adapter", tmp_path / "moved")
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "/no/such/base"}))
     assert main(["doctor", str(folder), "--quick"]) == 0
     lines = said(capsys)
-    assert lines[-2] == "verdict: usable, with 1 warning (base-unreachable)"
+    assert lines[-2] == "verdict: not known without its base, with 1 warning (base-unreachable)"
     assert lines[-1] == f"next: loragate doctor {folder} --base FOLDER --quick"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "nobody/nothing"}))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["doctor", str(folder), "--quick"]) == 0
+    words = " ".join(said(capsys))
+    assert "no such folder, and the hub's cache does not hold it (HF_HUB_OFFLINE is set" in words
+    assert words.count("with --base") == 1, "said once, as what to do"
     assert main(["doctor", str(folder), "--base", str(place / "base"), "--quick"]) == 0
     assert "base-unreachable" not in capsys.readouterr().out
 
@@ -194,3 +200,15 @@ def test_wrong_calls(place, tmp_path, fails):
     assert "--base" in fails("doctor", adapter, "--quick", "--base", str(tmp_path / "none"))
     assert "found no file" in fails("doctor", adapter, "--data", str(tmp_path / "none.jsonl"))
     assert "--max-rows must be at least 1" in fails("doctor", adapter, "--max-rows", "0")
+
+
+def test_a_scale_that_is_not_alpha_over_r_is_shown(place, tmp_path, capsys):
+    folder = shutil.copytree(place / "adapter", tmp_path / "rs")
+    main(["doctor", str(folder), "--quick"])
+    assert ", scale" not in said(capsys)[0]
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"use_rslora": True}
+    file.write_text(json.dumps(config))
+    main(["doctor", str(folder), "--quick"])
+    rank, alpha = config["r"], config["lora_alpha"]
+    assert f"(r {rank}, α {alpha:g}, scale {alpha / rank**0.5:.3g})" in said(capsys)[0]

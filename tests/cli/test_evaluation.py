@@ -172,6 +172,11 @@ def test_what_is_proposed_next_is_the_best_row(best, said):
     models = {"base": "B", "adapter": "A", "gated": "G"}
     line = next_line(Path("run"), SimpleNamespace(tasks=[info], results=rows, models=models))
     assert line == f'next: loragate generate --model {said} --prompt "…"'
+    for row in rows:
+        row.avg_at_k = SimpleNamespace(mean=1.0)
+    rows[1:2] = [SimpleNamespace(**{**vars(rows[1]), "temperature": one}) for one in (0.3, 0.0, 0.6)]
+    line = next_line(Path("run"), SimpleNamespace(tasks=[info], results=rows, models=models))
+    assert "--temperature 0 --prompt" in line, "of equals the coldest"
 
 
 def test_the_canary_refuses_what_does_not_act():

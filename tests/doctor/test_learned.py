@@ -20,7 +20,7 @@ from loragate.doctor.exam_context import ExamContext, ExamSettings, Losses
 from loragate.doctor.learned import SCALES, examine_learned
 from loragate.doctor.record import Effect, Measures, Static
 from loragate.models import resolve
-from tiny import logits, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
+from tiny import TEMPLATE, WITH_SYSTEM, logits, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
 
 def shifted(count, seed=0):
@@ -31,9 +31,11 @@ def shifted(count, seed=0):
     return [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in texts]
 
 
-def trained(base, rows, steps, **lora):
+def trained(base, rows, steps, template=TEMPLATE, system="none", **lora):
     model = tiny_adapter(base=base, init_lora_weights=True, **lora).train()
-    batch = Collator(0)(list(encode_rows(rows, tiny_tokenizer(), max_length=64)))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    batch = Collator(0)(list(encode_rows(rows, tokenizer, max_length=64, system=system)))
     del batch["row"]
     optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], 0.01)
     for _ in range(steps):
@@ -222,3 +224,21 @@ def test_differences_are_paired():
     easy = Losses(np.array([4.0, 60.0, 1.0]), tokens, np.arange(3))
     found = easy.paired_difference(replace(easy, sums=easy.sums - 0.5 * tokens))
     assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize("trained_with", ["keep", "none"])
+def test_the_system_message_of_the_training_is_found(tmp_path, trained_with):
+    base, tokenizer = tiny_base(tie_word_embeddings=False), tiny_tokenizer()
+    tokenizer.chat_template = WITH_SYSTEM
+    write_base(tmp_path / "base", base, tokenizer)
+    model = trained(base, shifted(24), 60, WITH_SYSTEM, trained_with)
+    write_adapter(tmp_path / "adapter", tmp_path / "base", model)
+    other = "none" if trained_with == "keep" else "keep"
+    for system, expected in ((trained_with, []), (other, [("system-message", "warning")])):
+        settings = ExamSettings(batch_size=32, system=system)
+        exam, learned, codes, findings, _ = examined(tmp_path / "adapter", tmp_path, shifted(24), settings=settings)
+        assert [one for one in codes if one[0] == "system-message"] == expected
+    assert f"--system {trained_with}" in findings[0].remedy
+    assert findings[0].evidence[other] == pytest.approx(learned.adapter.mean)
+    right = exam.losses(encode_rows(shifted(24), tokenizer, max_length=64, system=trained_with))
+    assert findings[0].evidence[trained_with] == pytest.approx(right.mean().mean, rel=1e-4)

@@ -224,7 +224,8 @@ def test_tokens_that_were_added_to_the_base(tmp_path, base):
     model = tiny_adapter(base=tiny_base(vocab_size=168), target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     write_adapter(tmp_path / "adapter", base, model)
     found = {one.code: one for one in examine_static(str(tmp_path / "adapter"))[1]}
-    assert "resize_token_embeddings" in found["shape-mismatch"].remedy
+    assert "was trained with 168 tokens" in found["shape-mismatch"].message
+    assert "resize_token_embeddings(168)" in found["shape-mismatch"].remedy
 
 
 def test_a_gated_folder_and_its_damages(tmp_path, base, folder):

@@ -1,6 +1,7 @@
 """The adapter's tokenizer and chat template against the base's: what differs, what nobody trained, what is lost, what ends."""
 
 import json
+import shutil
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -9,6 +10,7 @@ from loragate.doctor.static import examine_static
 from tiny import (
     TEMPLATE,
     TURN_END,
+    WITH_SYSTEM,
     _fast,
     chatml_tokenizer,
     tiny_adapter,
@@ -172,3 +174,16 @@ def test_a_template_that_does_not_open_the_answer_is_a_warning(tmp_path):
     assert found.severity == "warning"
     assert "add_generation_prompt" in found.message
     assert place_of(tmp_path / "both", templated(closed), base=templated(closed)) == {}
+
+
+def test_a_system_message_of_the_template_is_a_note_unless_it_is_kept(tmp_path):
+    found = place_of(tmp_path, tiny_tokenizer(), base=templated(WITH_SYSTEM))
+    assert "system-message" not in found, "the template of the adapter's own tokenizer counts"
+    for name in ("adapter", "base"):
+        shutil.rmtree(tmp_path / name)
+    found = place_of(tmp_path, templated(WITH_SYSTEM))
+    assert found["system-message"].severity == "note"
+    assert found["system-message"].evidence["system"] == "w50 w51 w52 w53"
+    assert "--system keep" in found["system-message"].remedy
+    kept = examine_static(str(tmp_path / "adapter"), system="keep")[1]
+    assert "system-message" not in {one.code for one in kept}

@@ -106,3 +106,9 @@ def test_questions_without_the_system_message_of_the_examples_are_named():
     )
     plain = load_rows([{"prompt": f"q{place}", "completion": "a"} for place in range(20)])
     assert check_system_message(task, plain) == [], "a plain text has none"
+    (said,) = check_system_message(task, bare, "<system> You help.")
+    assert said.startswith(
+        "the chat template's own system message ('<system> You help.') is left out; --system keep keeps it"
+    )
+    assert check_system_message(replace(task, system="Be brief."), taught, "<system> You help.") == []
+    assert check_system_message(task, plain, "<system> You help.") == [], "a plain text has none"

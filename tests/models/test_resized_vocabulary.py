@@ -33,13 +33,11 @@ def place(tmp_path: Path, request: Any) -> Path:
 
 
 def size_in(message: str) -> int:
-    """SIZE by the message: the first number of the checkpoint's shape."""
-    assert "first number of the checkpoint's shape" in message
-    return int(re.search(r"shape torch\.Size\(\[(\d+)", message)[1])  # type: ignore[index]
+    """The number of tokens by the message."""
+    return int(re.search(r"base\.resize_token_embeddings\((\d+)\)", message)[1])  # type: ignore[index]
 
 
 def resized(place: Path, message: str) -> Any:
-    assert "base.resize_token_embeddings(SIZE)" in message
     base = AutoModelForCausalLM.from_pretrained(place / "base")
     base.resize_token_embeddings(size_in(message))
     return base
@@ -81,3 +79,12 @@ def test_the_base_is_resized_in_memory(place: Path, fails: Any) -> None:
             lg.load_gated(place / name)
         again = PeftModel.from_pretrained(resized(place, str(refused.value)), place / name / "adapter").eval()
         torch.testing.assert_close(logits(lg.load_gates(again, place / name), IDS), gated, rtol=1e-4, atol=1e-4)
+
+
+def test_a_base_of_another_width_is_another_base(place: Path, fails: Any) -> None:
+    write_base(place / "wide", tiny_base(hidden_size=48, head_dim=12))
+    message = fails(
+        "generate", "--model", place / "adapter", "--base", place / "wide", "--prompt", "w1", "--device", "cpu"
+    )
+    assert "it was made for another one; name that with --base" in message
+    assert "resize_token_embeddings" not in message

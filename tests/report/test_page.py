@@ -457,3 +457,10 @@ def test_a_program_that_raises_is_an_answer():
 
     assert silent("humaneval") == ("10.0",)
     assert silent("exact") == ("60.0",)
+
+
+def test_the_banner_says_where_the_questions_are_too_easy():
+    record = selection_record()
+    assert not any("harder questions" in line for line in banner(record).more)
+    easy = {**record["recommendation"], "label": record["baseline"], "score": estimate(1.0)}
+    assert "harder questions" in banner({**record, "recommendation": easy}).more[0]

@@ -84,7 +84,7 @@ def run(options: CalibrateOptions) -> int:
     for line in calibrated.sentences():
         out.print(line)
     out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
-    out.print(format_next_command(folder, f"runs/{folder.name}", options.dev_task))
+    out.print(format_next_command(folder, f"runs/{folder.name}", options.dev_task, options.system))
     return 0
 
 

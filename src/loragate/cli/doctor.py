@@ -75,7 +75,7 @@ def run(options: DoctorOptions) -> int:
     try:
         if options.quick:
             with _without_torch_compile():
-                found = doctor.examine_files(options.adapter, options.base, folder, loading)
+                found = doctor.examine_files(options.adapter, options.base, folder, loading, options.system)
         else:
             found = doctor.examine(
                 options.adapter,
@@ -155,7 +155,12 @@ def _left_out(found: Examination) -> list[str]:
 
 
 def _static(static: Static) -> Iterator[str]:
-    size = f" (r {static.rank}, α {static.alpha:g})" if static.rank and static.alpha is not None else ""
+    size = ""
+    if static.rank and static.alpha is not None:
+        scales, plain = {one.scale for one in static.modules}, static.alpha / static.rank
+        # rsLoRA: not α/r
+        other = f", scale {min(scales):.3g}" if len(scales) == 1 and abs(min(scales) - plain) > 1e-9 else ""
+        size = f" (r {static.rank}, α {static.alpha:g}{other})"
     yield f"adapter {static.adapter}{size} on {static.base or 'a base that is not named'}"
     if gates := static.gates:
         off = "; they are off: the folder answers as its plain adapter" if gates["off"] else ""
@@ -173,7 +178,7 @@ def _static(static: Static) -> Iterator[str]:
         yield f"  {len(static.modules)} modules: {listed}"
         yield (
             f"  delta: {100 * share:.0f} % of its squared norm in {kind}; effective rank {effective:.1f} in the median, of "
-            f"{max(one.rank for one in static.modules)}; {static.parameters:,} parameters"
+            f"{max(one.rank for one in static.modules)}; {static.parameters:,} parameters in its file"
         )
     words = {"gate": "can have gates", "leave": "keep full strength", "refuse": "cannot have gates"}
     if static.gateable:
@@ -222,26 +227,29 @@ def _format_interval(interval: Interval) -> str:
 
 def _next(found: Examination, options: DoctorOptions, stopped: bool) -> str:
     """The command that follows, or what to do."""
-    base = ["--base", options.base] if options.base else []
     codes = {one.code for one in found.findings}
+    # what the measurement says, where it speaks against the flag
+    otherwise = any(one.code == "system-message" and one.severity == "warning" for one in found.findings)
+    base = ["--base", options.base] if options.base else []
+    spoken = ["--system", "keep"] if (options.system == "keep") != otherwise else []
     data = ["--data", options.data or "FILE"]
     if stopped:
         return "the same command with --resume"
     if "base-unreachable" in codes:
-        return _command("doctor", options.adapter, "--base", "FOLDER", *["--quick"] * options.quick)
+        return _command("doctor", options.adapter, "--base", "FOLDER", *spoken, *["--quick"] * options.quick)
     if found.verdict == "broken":
         return "mend what is named above, then examine it again"
     if options.quick:
-        return _command("doctor", options.adapter, *base, *data) + " shows what it does to its model"
+        return _command("doctor", options.adapter, *base, *spoken, *data) + " shows what it does to its model"
     if found.measures.static.gates:
-        return _command("serve", options.adapter, *base)
+        return _command("serve", options.adapter, *base, *spoken)
     if found.measures.static.gateable.get("refuse") or "not-gateable" in codes:
-        return _command("generate", "--model", options.adapter, *base, "--prompt", "TEXT")
+        return _command("generate", "--model", options.adapter, *base, *spoken, "--prompt", "TEXT")
     dev = ["--dev-data", options.dev_data or "FILE"]
     dev += ["--dev-task", options.dev_task] if options.dev_task else []
     dev += ["--dev-grader", options.dev_grader] if options.dev_grader != "default" else []
     dev += ["--dev-pattern", options.dev_pattern] if options.dev_pattern else []
-    return _command("calibrate", "--adapter", options.adapter, *base, *data, *dev, "--out", "gated")
+    return _command("calibrate", "--adapter", options.adapter, *base, *spoken, *data, *dev, "--out", "gated")
 
 
 def _command(*words: str) -> str:

@@ -158,13 +158,17 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
     # no second grader: look at answers of the row that did best
     # no name stands for random gates
     rows = [row for row in record.results if not (row.control or "").startswith("random gates")]
-    best = max(rows, key=lambda row: row.avg_at_k.mean)
+    own = {info.name: info.sampling.temperature for info in record.tasks}
+
+    def temperature_of(row: Any) -> float:
+        return own[row.task] if row.temperature is None else row.temperature
+
+    # of equals the coldest, which needs one answer
+    best = max(rows, key=lambda row: (row.avg_at_k.mean, -temperature_of(row)))
     model = record.models.get(best.variant, record.models["base"])
     if best.scale is not None:
         model += f"@{constant_name(best.scale, best.part)}"
-    own = next(info.sampling.temperature for info in record.tasks if info.name == best.task)
-    temperature = own if best.temperature is None else best.temperature
-    return f'next: loragate generate --model {shlex.quote(model)} --temperature {temperature:g} --prompt "…"'
+    return f'next: loragate generate --model {shlex.quote(model)} --temperature {temperature_of(best):g} --prompt "…"'
 
 
 class TerminalContext(DiagnosticContext):

@@ -92,10 +92,11 @@ def run(options: SftOptions) -> int:
         out.print(f"done in {duration(result.seconds)}: {result.steps} steps of {settings.objective}{fall}")
         out.print(f"written to {folder}")
         gating = (
-            f"next: loragate calibrate --adapter {folder} --data {options.data} --dev-data FILE --out {folder}-gated"
+            f"next: loragate calibrate --adapter {folder} --data {options.data} --dev-data FILE"
+            f"{' --system keep' if options.system == 'keep' else ''} --out {folder}-gated"
         )
         # a DoRA adapter cannot be gated
-        out.print(format_next_command(folder, f"runs/{folder.name}") if settings.dora else gating)
+        out.print(format_next_command(folder, f"runs/{folder.name}", "", options.system) if settings.dora else gating)
     return 0
 
 

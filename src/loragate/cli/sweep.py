@@ -112,7 +112,7 @@ def run(options: SweepOptions) -> int:
     out.print(selection_table(swept.selection))
     drawn = " and heatmap*.png" if maps else ""
     out.print(f"written to {folder}: best/, selection.json, .md{drawn}")
-    out.print(format_next_command(folder / "best", "runs/best", options.dev_task))
+    out.print(format_next_command(folder / "best", "runs/best", options.dev_task, options.system))
     return 0
 
 

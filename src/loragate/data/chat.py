@@ -92,6 +92,11 @@ class Chat:
         added = (token for token in tokenizer.added_tokens_encoder if not token.isspace())
         self._turn_ends = tuple(text for text in (self.turn_end.rstrip(), *added) if text)
 
+    @property
+    def default_system(self) -> str:
+        """What the template writes on its own before a conversation without a system message; "" where nothing, or with "keep"."""
+        return self._injected[len(self._instead) :]
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

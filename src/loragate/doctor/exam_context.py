@@ -256,15 +256,17 @@ class ExamContext(ReadsModel):
         flops = 2 * sum(parameter.numel() for parameter in self.model.parameters())  # a token
         return ASSUMED_FLOPS_PER_SECOND["cpu" if self.reader.device.type == "cpu" else "other"] * seconds / flops
 
-    def encode_examples(self, rows: Rows) -> Sequence[Row]:
+    def encode_examples(self, rows: Rows, system: str = "") -> Sequence[Row]:
         """Examples as token ids; `row` is the index. Of rows that are one text each, every token is a label but the first.
+
+        `system` is "none" or "keep" in place of the settings'.
 
         What `max_length` leaves out or cuts is said.
         """
         length = min(self.settings.max_length, self.loaded.max_positions or self.settings.max_length)
         if is_text_only_row(rows[0]):
             return [row for row in self._texts(rows, length) if len(row["input_ids"]) > 1]
-        encoded = encode_rows(rows, self.tokenizer, max_length=length, system=self.settings.system)
+        encoded = encode_rows(rows, self.tokenizer, max_length=length, system=system or self.settings.system)
         lost = encoded.summary
         if lost.dropped or lost.truncated:
             self.say(

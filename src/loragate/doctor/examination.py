@@ -76,13 +76,13 @@ def examine(
         ConfigError: for a place that holds no adapter, or a folder with another examination.
         DataError: for examples or questions that cannot be read.
     """
+    settings = settings or ExamSettings()
     if quick:
-        return static.examine_files(str(adapter), base, out, loading)
+        return static.examine_files(str(adapter), base, out, loading, settings.system)
     if out is not None:
         require_empty_folder(Path(out), *OUTPUT_NAMES)
-    settings = settings or ExamSettings()
     began = time.monotonic()
-    measured, found = static.examine_static(str(adapter), base, loading)
+    measured, found = static.examine_static(str(adapter), base, loading, settings.system)
     done = FinishedParts(Measures(measured), tuple(found), {"static": round(time.monotonic() - began, 3)})
     if static.prevents_loading(found):
         return _write_examination(done, tuple(PARTS), out)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from loragate.analysis.rows import Interval, Row
-from loragate.data import load_rows
+from loragate.data import EncodedRows, load_rows
 from loragate.data.formats import FORMATS
 from loragate.display import pluralize
 from loragate.doctor.exam_context import STRENGTHS, ExamContext, Losses, all_plain, high_end, low_end
@@ -150,7 +150,11 @@ def examine_learned(exam: ExamContext) -> tuple[Learned | None, list[Finding]]:
     if (different := len(np.unique(adapter.texts))) < FEWEST:
         exam.say(f"{pluralize(different, 'different example')}: too few to judge the adapter by; {FEWEST} are needed")
         return learned, []
-    return learned, [*_check_strength_and_base(curve), *_check_memorization(curve, heldout)]
+    return learned, [
+        *_check_system_message(curve),
+        *_check_strength_and_base(curve),
+        *_check_memorization(curve, heldout),
+    ]
 
 
 def _heldout(exam: ExamContext, curve: LossCurve) -> tuple[Losses | None, Losses] | None:
@@ -186,6 +190,42 @@ def _heldout(exam: ExamContext, curve: LossCurve) -> tuple[Losses | None, Losses
         return None, adapter
     with exam.acting("base"):
         return exam.losses(rows), adapter
+
+
+def _check_system_message(curve: LossCurve) -> list[Finding]:
+    """system-message: are the examples likelier with the chat template's own one (without it, where --system keep is given)?
+
+    An adapter is mostly best as it was trained. One of a few steps need not be, and then this says how to ask it all the same.
+    """
+    exam, now = curve.exam, curve.losses_by_strength["1"]
+    if not isinstance(exam.rows, EncodedRows) or exam.examples is None:  # texts without a template
+        return []
+    other = "none" if exam.settings.system == "keep" else "keep"
+    given = [exam.examples[row["row"]] for row in curve.rows]
+    try:
+        rows = exam.encode_examples(load_rows(given), other)
+    except DataError:  # too long with it, for instance
+        return []
+    same = all(one["input_ids"] == own["input_ids"] for one, own in zip(rows, curve.rows))
+    if same or [row["row"] for row in rows] != list(range(len(curve.rows))):
+        return []
+    with exam.acting("adapter"):
+        losses = exam.losses(rows)
+    less = now.paired_difference(losses)
+    if not np.array_equal(losses.tokens, now.tokens) or low_end(less) <= WORSE:
+        return []
+    words = {"keep": "with", "none": "without"}
+    return [
+        Finding(
+            "system-message",
+            "warning",
+            f"the adapter's loss on {pluralize(len(rows), 'example')} is lower {words[other]} the chat template's own system "
+            f"message: {losses.mean().mean:.2f} nats per token, {now.mean().mean:.2f} {words[exam.settings.system]} it (lower by "
+            f"{less.mean:.2f}{less.ends()})",
+            f"give every command --system {other}, this one as well",
+            {other: losses.mean().mean, exam.settings.system: now.mean().mean, "low": less.low, "high": less.high},
+        )
+    ]
 
 
 def _check_strength_and_base(curve: LossCurve) -> list[Finding]:

@@ -325,9 +325,11 @@ def build_examination(
     verdict = "broken" if worst == "error" else "warnings" if worst == "warning" else verdict
     count = sum(one.severity == worst for one in ordered)
     named = ", ".join(dict.fromkeys(one.code for one in ordered if one.severity == worst))
+    # without its base an adapter is not known to be usable
+    unseen = any(one.code == "base-unreachable" for one in ordered)
     summary = {
         "broken": f"broken: {count} error{'s' * (count != 1)} ({named})",
-        "warnings": f"usable, with {count} warning{'s' * (count != 1)} ({named})",
+        "warnings": f"{'not known without its base' if unseen else 'usable'}, with {count} warning{'s' * (count != 1)} ({named})",
         "unfinished": f"nothing found so far; {len(unfinished)} of {len(fields(Measures))} parts not done",
         "healthy": "healthy, as far as its files show"
         if measures == Measures(measures.static)

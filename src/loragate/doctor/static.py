@@ -51,7 +51,11 @@ _FETCH = "fetch the folder again, or write it again with what made it"
 
 
 def examine_files(
-    adapter: str, base: str = "", out: str | Path | None = None, loading: Loading = DEFAULT_LOADING
+    adapter: str,
+    base: str = "",
+    out: str | Path | None = None,
+    loading: Loading = DEFAULT_LOADING,
+    system: str = "none",
 ) -> Examination:
     """The quick examination: `examine_static` as a record, written to `out` where that is given.
 
@@ -63,15 +67,17 @@ def examine_files(
     if out is not None:
         require_empty_folder(Path(out), *OUTPUT_NAMES)
     began = time.monotonic()
-    measured, found = examine_static(adapter, base, loading)
+    measured, found = examine_static(adapter, base, loading, system)
     examination = build_examination(found, Measures(measured), seconds={"static": round(time.monotonic() - began, 3)})
     if out is not None:
         write_json(Path(out) / FILE, examination.to_json())
     return examination
 
 
-def examine_static(adapter: str, base: str = "", loading: Loading = DEFAULT_LOADING) -> tuple[Static, list[Finding]]:
-    """See `Static`; in seconds, without weights of the base.
+def examine_static(
+    adapter: str, base: str = "", loading: Loading = DEFAULT_LOADING, system: str = "none"
+) -> tuple[Static, list[Finding]]:
+    """See `Static`; in seconds, without weights of the base. `system` is that of `ExamSettings`.
 
     Raises:
         ConfigError: for a place that holds no adapter, and for a `base` that is none.
@@ -108,7 +114,7 @@ def examine_static(adapter: str, base: str = "", loading: Loading = DEFAULT_LOAD
         return static, found
     static, more, embeddings = _on_base(static, place.as_plain_adapter, config, loading)
     found += more
-    measured, more = examine_tokens(place, loading, embeddings)
+    measured, more = examine_tokens(place, loading, embeddings, system)
     return replace(static, **measured), [*found, *more]
 
 

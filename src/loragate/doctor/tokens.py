@@ -54,12 +54,13 @@ _CONVERSATIONS: tuple[list[Message], ...] = (
 
 
 def examine_tokens(
-    place: ModelSource, loading: Loading, embeddings: int | None
+    place: ModelSource, loading: Loading, embeddings: int | None, system: str = "none"
 ) -> tuple[dict[str, Any], list[Finding]]:
     """({"endings", "stops"} of `Static`, findings) of the tokenizer that the adapter is used with.
 
     Args:
         embeddings: tokens that the base has embeddings for; None where that is not known.
+        system: "none" leaves out the chat template's own system message, which is then a finding; "keep" keeps it.
     """
     own = own_tokenizer(place.adapter)
     if own is not None and _same_files(own, Path(place.base.name)):
@@ -80,7 +81,8 @@ def examine_tokens(
         message = f"{place.tokenizer}: the adapter's own tokenizer cannot be read ({_said(error)})"
         return {}, [Finding("tokenizer-unreadable", "error", message, remedy)]
     try:
-        return _compare_tokenizers(tokenizer, base if own is not None else None, place, loading, embeddings)
+        measured, found = _compare_tokenizers(tokenizer, base if own is not None else None, place, loading, embeddings)
+        return measured, [*found, *_default_system(Chat(tokenizer, system))]
     except Exception as error:  # what stands in a tokenizer's files is mostly used when it first reads a text
         message = f"{place.tokenizer}: the tokenizer fails at a text ({_said(error)})"
         return {}, [Finding("tokenizer-unreadable", "error", message, remedy)]
@@ -113,7 +115,7 @@ def _said(error: Exception) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
 # ---- the vocabulary
@@ -139,7 +141,7 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
         said = [f"{token!r} has the id {ids[token]}, not {theirs[token]}" for token in moved[:1]]
         said = [f"{pluralize(len(moved), 'token')} with another id ({one})" for one in said]
         said += [
-            f"{len(gone)} of the base's {pluralize(len(theirs), 'token')} not in it (such as {_some(gone)})"
+            f"{len(gone):,} of the base's {pluralize(len(theirs), 'token')} not in it (such as {_some(gone)})"
         ] * bool(gone)
         foreign = len(moved) + len(gone) > FOREIGN * len(theirs) and not _brings_embeddings(contents)
         yield Finding(
@@ -290,6 +292,18 @@ def _templates(own: Chat, base: Chat) -> Iterator[Finding]:
                 {"roles": roles, "adapter": text[:500], "base": theirs[:500]},
             )
             return
+
+
+def _default_system(chat: Chat) -> Iterator[Finding]:
+    if said := " ".join(chat.default_system.split()):
+        yield Finding(
+            "system-message",
+            "note",
+            f"the chat template adds a system message of its own, {excerpt(said, 100)}, which is left out here, as loragate sft "
+            "does; TRL and most trainers keep it",
+            "give every command --system keep if the adapter was trained with it; doctor --data FILE measures what suits it",
+            {"system": said},
+        )
 
 
 # ---- the end of an answer

@@ -120,13 +120,20 @@ def _short_answer(gold: str) -> str | None:
     return number.text if number else None
 
 
-def check_system_message(task: Task, rows: Rows) -> list[str]:
-    """One sentence where most training examples have a system message and the questions none of theirs, or the reverse."""
+def check_system_message(task: Task, rows: Rows, default_system: str = "") -> list[str]:
+    """One sentence where most training examples have a system message and the questions none of theirs, or the reverse, and
+    where neither has one and the chat template's own, `default_system`, is left out."""
     talks = [turns.messages for turns in _measured_turns(rows) if turns.messages]
     texts = [talk[0]["content"].strip() for talk in talks if talk[0]["role"] in ("system", "developer")]
     own = (task.system or "").strip()
-    if task.harness is not None or not talks or own in texts or (len(texts) <= len(talks) / 2 and not own):
+    if task.harness is not None or not talks or own in texts:
         return []
+    if len(texts) <= len(talks) / 2 and not own:
+        left_out = (
+            f"the chat template's own system message ({default_system.strip()!r:.100}) is left out; --system keep keeps it, as "
+            "TRL and most trainers do (loragate doctor --data FILE measures what suits the adapter)"
+        )
+        return [left_out] if default_system else []
     trained = f"{len(texts)} of {len(talks)} training examples that were looked at have a system message"
     trained += f" ({Counter(texts).most_common(1)[0][0]!r:.80})" if texts else ""
     asked = f"have {own!r:.80}" if own else "have none"

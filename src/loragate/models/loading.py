@@ -12,6 +12,7 @@ import copy
 import importlib.util
 import logging
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ from loragate.gates.eligibility import (
 )
 from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_errors, hub_source, split_file
-from loragate.models.peft_loading import RESIZE_HINT, TARGETS_HINT, load_peft
+from loragate.models.peft_loading import TARGETS_HINT, load_peft, resize_hint
 from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, is_adapter, refuse_gguf_adapter, resolve
 
@@ -596,20 +597,28 @@ def _translate_loading_error(what: str, name: str, error: Exception) -> Loragate
         return ArtifactError(f"{what} {name} does not fit this base model ({first[:300]}): {TARGETS_HINT}")
     if "size mismatch" in text:
         detail = next(line.strip() for line in text.splitlines() if "size mismatch" in line)
-        return ArtifactError(
-            f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
-            f"tokens were added to the base before it was trained. Then {RESIZE_HINT}"
+        sizes = [size.split(", ") for size in re.findall(r"torch\.Size\(\[([\d, ]+)\]\)", detail)]
+        # of embeddings and heads the first number counts tokens
+        tokens = len(sizes) == 2 and sizes[0][1:] == sizes[1][1:] and "lora_" not in detail
+        hint = (
+            f"tokens were added to its base, {sizes[0][0]} in all: {resize_hint(int(sizes[0][0]))}"
+            if tokens
+            else "it was made for another one; name that with --base"
         )
+        return ArtifactError(f"{what} {name} does not fit this base model ({detail[:300].rstrip('.')}): {hint}")
     if isinstance(error, OSError) and not Path(name).exists():
         elsewhere = (
-            "; where it is on this machine under another name, say so with --base"
+            "; say where it is with --base if it is here under another name"
             if what in ("base model", "tokenizer")
             else ""
         )
-        return ArtifactError(
-            f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
-            f"(HF_HUB_OFFLINE) and access rights ({first[:200]}){elsewhere}"
+        why = (
+            "the hub's cache does not hold it (HF_HUB_OFFLINE is set, so nothing is fetched)"
+            if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+            else "it could not be fetched from the hub. Check the spelling, the network and access rights "
+            f"({first[:200]})"
         )
+        return ArtifactError(f"{what} {name}: no such folder, and {why}{elsewhere}")
     if first.startswith(_NO_CLASS):
         found = first.split(" for this kind", 1)[0].removeprefix(_NO_CLASS)
         return ConfigError(

@@ -40,14 +40,6 @@ _IGNORED_CONFIG_KEYS = re.compile(
     r"unsloth|swift|axolotl|lora_dtype|lorap_|merge_weights$|peft_version$|runtime_config$"
 )
 _LAYER = re.compile(r"\.(\d+)\.")
-RESIZE_HINT = (
-    "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape (or, where none is "
-    "named, the length of its tokenizer) as SIZE, save it and its tokenizer in a folder, "
-    'base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base '
-    "FOLDER; or resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
-)
-"""What to do with an adapter of a base to which tokens were added."""
-
 TARGETS_HINT = (
     "name its own base with --base; or, where transformers has since renamed the modules of this base (language_model.model of a "
     "vision-language model is model.language_model now), correct target_modules in adapter_config.json, to a list of the last "
@@ -56,6 +48,16 @@ TARGETS_HINT = (
 """What to do with an adapter whose target_modules match nothing."""
 
 logger = logging.getLogger("loragate")
+
+
+def resize_hint(size: int | None = None) -> str:
+    """What to do with an adapter of a base to which tokens were added; `size` is how many it had then, where that is known."""
+    length = size or "len(tokenizer)"
+    return (
+        f"make that base once, base.resize_token_embeddings({length}), save it and the adapter's tokenizer in "
+        'a folder, base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base FOLDER; or '
+        "resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
+    )
 
 
 class AdapterMismatchError(ArtifactError):
@@ -82,7 +84,7 @@ def _require_token_rows(base: Any, folder: AdapterFolder) -> None:
             f"{folder.path} was not trained on {_name_of(base)}: trainable_token_indices has the token {highest}, and this base "
             f"has embeddings for {rows} tokens"
         )
-        remedy = f"tokens were added to its base: {RESIZE_HINT}"
+        remedy = f"tokens were added to its base: {resize_hint()}"
         evidence = {"token": highest, "rows": rows}
         raise AdapterMismatchError(Finding("shape-mismatch", "error", message, remedy, evidence))
 
@@ -152,15 +154,16 @@ def check_adapter_fits(base: Any, path: str | Path) -> Any:
     own = {name.replace(".default.", "."): list(value.shape) for name, value in model.named_parameters()}
     for key, value in state.items():
         if own.get(key, list(value.shape)) != list(value.shape):
-            message = (
-                f"{folder.path} was not trained on {named}: its {key} has the shape {list(value.shape)}, and here it would be "
-                f"{own[key]}"
-            )
+            found, here = list(value.shape), own[key]
             rows = (
-                tensor_kind(key, read_name_list(folder.config, "modules_to_save")) != "factor"
-                and own[key][1:] == list(value.shape)[1:]
+                tensor_kind(key, read_name_list(folder.config, "modules_to_save")) != "factor" and here[1:] == found[1:]
             )
-            remedy = f"tokens were added to its base: {RESIZE_HINT}" if rows else "name its own base with --base"
+            message = (
+                f"{folder.path} was trained with {found[0]} tokens ({key}), and {named} has {here[0]}"
+                if rows
+                else f"{folder.path} was not trained on {named}: its {key} has the shape {found}, and here it would be {here}"
+            )
+            remedy = resize_hint(found[0]) if rows else "name its own base with --base"
             raise AdapterMismatchError(
                 Finding("shape-mismatch", "error", message, remedy, {"key": key, "here": own[key]})
             )

@@ -102,11 +102,12 @@ def examination_banner(examination: Record) -> Banner:
     """The verdict, and what to do."""
     findings, strength = examination["findings"], examination["measures"]["strength"]
     verdict = examination["verdict"]
+    unseen = any(one["code"] == "base-unreachable" for one in findings)
     counted = {kind: sum(one["severity"] == kind for one in findings) for kind in ("error", "warning")}
     counts = [f"{count} {kind}{'s' * (count != 1)}" for kind, count in counted.items() if count]
     advice = {
         "broken": f"Do not use this adapter as it is: {' and '.join(counts)}",
-        "warnings": f"Usable, but read this first: {' and '.join(counts)}",
+        "warnings": f"{'Not known without its base' if unseen else 'Usable, but read this first'}: {' and '.join(counts)}",
     }.get(verdict, _sentence(examination["summary"]).rstrip("."))
     first = next((one for one in findings if one["severity"] != "note" and one["remedy"]), None)
     more = [f"What to do first: {_sentence(first['remedy'])}"] if first else []

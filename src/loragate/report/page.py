@@ -123,7 +123,11 @@ def banner_of(sources: Sequence[Source]) -> Banner:
         notable = (VERDICTS["worse"], f"the base is {VERDICTS['better']}")
         tested = [line for line in lines if line == lines[0] or any(words in line for words in notable)]
         why = f"Why: {record.recommendation.reason}."
-        more = [line for line in (record.alternatives(), record.beside_base(), why, *_cautions(record)) if line]
+        more = [
+            line
+            for line in (record.all_right(), record.alternatives(), record.beside_base(), why, *_cautions(record))
+            if line
+        ]
         more += [*_which(chosen), *tested]
         bars = chart(partial(accuracy_bars, table.lines, narrow=True), table.title)
         return Banner(record.recommendation.format_advice(), record.format_score(), more, render_chart(bars))

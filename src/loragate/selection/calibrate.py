@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loragate.data import EncodedRows, encode_rows, load_rows
+from loragate.data import Chat, EncodedRows, encode_rows, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
 from loragate.evaluation.grader_checks import check_system_message
@@ -226,7 +226,8 @@ def read_questions(
     taken = collect_excluded_prompts(context.examples, dev)
     retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
     found = read_dev(dev_dataset, dev, "dev", taken)
-    warnings = (*found.questions.warnings, *check_system_message(found.task, context.examples))
+    own = Chat(context.tokenizer, context.system).default_system
+    warnings = (*found.questions.warnings, *check_system_message(found.task, context.examples, own))
     return replace(found, questions=replace(found.questions, warnings=warnings)), retention
 
 
