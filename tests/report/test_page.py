@@ -154,16 +154,16 @@ def test_without_gates_the_adapter_is_compared_with_its_base():
         return banner(record), evaluation_statements(record)
 
     opening, said = found("better")
-    assert opening.advice == "Use the base without the adapter: it is significantly better than the adapter"
+    assert opening.advice == "Use the base without the adapter: significantly better than the adapter"
     assert opening.score.startswith("t: base 40.0")
     assert said == [
         "On t, T=1, the base is significantly better than the adapter: 40.0 % against 30.0 % of the adapter (+10.0 points, "
         "interval +5.0 to +15.0)."
     ]
     opening, said = found("worse")
-    assert opening.advice == "Use the adapter: it is significantly better than its base"
+    assert opening.advice == "Use the adapter: the base is significantly worse than the adapter"
     assert "the base is significantly worse" in said[0]
-    assert found("no difference shown")[0].advice == "The adapter is not significantly different from its base"
+    assert found("no difference shown")[0].advice == "The base is not significantly different from the adapter"
     cooler = [
         row("base", score, how, temperature=heat) for score, how, heat in ((0.5, "T=0.3", 0.3), (0.6, "greedy", 0.0))
     ]
@@ -171,7 +171,9 @@ def test_without_gates_the_adapter_is_compared_with_its_base():
     assert [line for line in said if "without any adapter" in line] == [
         "On t, T=1, the base greedy scores 60.0 % without any adapter."
     ]
-    assert banner(evaluation_record(row("base", 0.4, comparison=None, verdict=None))).advice.endswith("with its base")
+    assert banner(evaluation_record(row("base", 0.4, comparison=None, verdict=None))).advice.startswith(
+        "The base was not"
+    )
     opening, said = found("better", row("gated", 0.5))
     assert opening.advice == (
         "Use the gates: significantly better than the adapter; the base without any adapter is significantly better than the "
@@ -245,96 +247,82 @@ def test_the_banner_of_an_evaluation_follows_its_verdicts():
     assert helps.more == ["Alternatives: adapter 30.0 %, base 10.0 %."]
     assert unsure.advice.startswith("Use the plain adapter: the gates are not significantly different")
     assert unsure.score.startswith("t: adapter 30.0")
-    assert advice("worse").advice.endswith("the gates are significantly worse")
+    assert advice("worse").advice == "Use the plain adapter: the gates are significantly worse than the adapter"
     assert banner().advice == "No scores were given to this report"
 
 
-def test_the_banner_does_not_take_gates_that_the_adapter_beats_at_its_best_temperature():
-    def found(adapter, gated, *more):
-        best = [
-            {"at_best": None if one is None else {"temperature": 0.0, "score": estimate(one)}}
-            for one in (adapter, gated)
-        ]
-        return banner(evaluation_record(row("adapter", 0.38, **best[0]), row("gated", 0.47, **best[1]), *more))
-
-    said = found(0.60, 0.46)
-    assert said.advice == (
-        "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, and at "
-        "the best of each it has 60.0 % and the gates 46.0 %"
-    )
-    assert said.score.startswith("t: adapter 38.0")
-    assert found(0.60, None).advice.endswith("it has 60.0 % and the gates 47.0 %")
-    for adapter, gated in ((0.45, 0.46), (0.45, None), (None, None)):
-        assert found(adapter, gated).advice == "Use the gates: significantly better than the adapter"
+def at_best(temperature, score, gap=None):
+    versus = gap and {"mean": sum(gap) / 2, "low": gap[0], "high": gap[1], "p": 0.5}
+    return {"temperature": temperature, "score": estimate(score), "comparison": versus}
 
 
-def test_what_is_better_at_one_temperature_is_not_where_the_other_has_a_better_one():
-    def found(name, verdict, other, gap=None, heats=(0.0, 0.0)):
-        versus = gap and {"mean": sum(gap) / 2, "low": gap[0], "high": gap[1], "p": 0.5}
-        adapter, own = (
-            {"temperature": heat, "score": estimate(score), "comparison": between}
-            for heat, score, between in zip(heats, (0.6, other), (None, versus), strict=True)
-        )
-        rows = [row("adapter", 0.3, at_best=adapter), row(name, 0.4, verdict=verdict, at_best=own)]
-        return banner(evaluation_record(*rows)).advice
-
-    unsure, alone = "The adapter is not significantly different from its base", "at the task's own temperature alone"
-    base = f"the base is better than the adapter {alone}"
-    adapter = f"the adapter is better than the base {alone}"
-    assert found("base", "better", 0.5) == (
-        f"{unsure}; {base}: at the best of each the adapter has 60.0 % and the base 50.0 %"
-    )
-    assert found("base", "better", 0.5, (-0.2, -0.01)).startswith(
-        f"Use the adapter: it is significantly better than its base; {base}"
-    )
-    assert found("base", "better", 0.7).startswith("Use the base without the adapter")
-    assert found("base", "worse", 0.61, (-0.02, 0.04)).startswith(f"{unsure}; {adapter}")
-    assert found("base", "worse", 0.7, (0.05, 0.2)).startswith("Use the base without the adapter")
-    assert found("base", "worse", 0.5, (-0.2, -0.01)) == "Use the adapter: it is significantly better than its base"
-    close = (-0.02, 0.04)
-    assert found("gated", "better", 0.61, close) == (
-        "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, and at "
-        "the best of each it has 60.0 % and the gates 61.0 %, no significant difference"
-    )
-    assert found("gated", "better", 0.61, close, heats=(1.0, 0.3)).startswith("Use the plain adapter: the gates are")
-    assert (
-        found("gated", "better", 0.61, close, heats=(1.0, 1.0))
-        == "Use the gates: significantly better than the adapter"
-    )
-    for verdict in ("worse", "no difference shown"):
-        assert found("gated", verdict, 0.7, (0.05, 0.2)) == (
-            "Use the gates: significantly better than the adapter; at the best temperature of each: the adapter has 60.0 % and "
-            "the gates 70.0 %"
-        )
-        assert found("gated", verdict, 0.7).startswith("Use the plain adapter")
+GATES_HELP = "Use the gates: significantly better than the adapter"
+GATES_HARM = "Use the plain adapter: the gates are significantly worse than the adapter"
+GATES_UNSURE = "Use the plain adapter: the gates are not significantly different from the adapter"
+BASE_HELPS = "Use the base without the adapter: significantly better than the adapter"
+BASE_HARMS = "Use the adapter: the base is significantly worse than the adapter"
+BASE_UNSURE = "The base is not significantly different from the adapter"
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "gap", "score"),
+    ("name", "verdict", "adapter", "other", "advice"),
     [
-        (("worse", 0.7), (0.05, 0.2), "t: gated greedy 71.0"),
-        (("better", 0.5), (-0.2, -0.05), "t: adapter T=0.3 61.0"),
-        (("worse", 0.5), (-0.2, -0.05), "t: adapter 30.0"),
+        # both are best where the task samples: its own verdict
+        ("gated", "better", at_best(1.0, 0.6), at_best(1.0, 0.61, (-0.02, 0.04)), GATES_HELP),
+        ("gated", "better", None, None, GATES_HELP),
+        # the comparison of the bests
+        ("gated", "better", at_best(0.0, 0.6), at_best(0.0, 0.61, (-0.02, 0.04)), GATES_UNSURE),
+        ("gated", "better", at_best(0.0, 0.6), at_best(0.0, 0.4, (-0.3, -0.1)), GATES_HARM),
+        ("gated", "worse", at_best(0.0, 0.6), at_best(0.3, 0.7, (0.05, 0.2)), GATES_HELP),
+        ("gated", "no difference shown", at_best(0.0, 0.6), at_best(0.0, 0.7, (0.05, 0.2)), GATES_HELP),
+        ("base", "better", at_best(0.0, 0.6), at_best(0.0, 0.5, (-0.2, -0.01)), BASE_HARMS),
+        ("base", "worse", at_best(0.0, 0.6), at_best(0.0, 0.61, (-0.02, 0.04)), BASE_UNSURE),
+        ("base", "worse", at_best(0.0, 0.6), at_best(0.0, 0.7, (0.05, 0.2)), BASE_HELPS),
+        ("base", "worse", at_best(0.0, 0.6), at_best(0.0, 0.5, (-0.2, -0.01)), BASE_HARMS),
+        # none on record: the verdict at the task's own, unless the best scores say otherwise
+        ("gated", "better", at_best(0.0, 0.6), None, GATES_UNSURE),
+        ("gated", "better", at_best(0.0, 0.45), at_best(0.0, 0.46), GATES_HELP),
+        ("gated", "worse", at_best(0.0, 0.6), at_best(0.0, 0.7), GATES_UNSURE),
+        ("gated", "no difference shown", at_best(0.0, 0.6), at_best(0.0, 0.7), GATES_UNSURE),
+        ("base", "better", at_best(0.0, 0.6), at_best(0.0, 0.5), BASE_UNSURE),
+        ("base", "better", at_best(0.0, 0.6), at_best(0.0, 0.7), BASE_HELPS),
     ],
 )
-def test_the_score_of_the_banner_is_of_the_temperature_that_its_advice_is_about(verdicts, gap, score):
-    (verdict, other), versus = verdicts, {"mean": sum(gap) / 2, "low": gap[0], "high": gap[1], "p": 0.01}
+def test_the_advice_compares_each_model_at_its_best_temperature(name, verdict, adapter, other, advice):
+    rows = [row("adapter", 0.38, at_best=adapter), row(name, 0.47, verdict=verdict, at_best=other)]
+    found = banner(evaluation_record(*rows))
+    assert found.advice == advice
+    noted = [line for line in found.more if "at the best temperature of each" in line]
+    assert len(noted) == (adapter is not None and adapter["temperature"] == 0)
+    if verdict == "better" and advice in (GATES_UNSURE, GATES_HARM, BASE_UNSURE, BASE_HARMS):
+        assert noted[0].startswith("On t, at the best temperature of each: adapter greedy 60.0 %, ")
+        assert noted[0].endswith(f"; {name} is significantly better than the adapter at T=1 alone.")
+
+
+def test_a_base_that_is_better_at_its_best_is_named_beside_gates():
+    rows = [row("adapter", 0.3, at_best=at_best(0.0, 0.6)), row("gated", 0.4, at_best=at_best(0.0, 0.7, (0.02, 0.1)))]
+    base = row("base", 0.2, verdict="worse", at_best=at_best(0.0, 0.8, (0.05, 0.2)))
+    found = banner(evaluation_record(*rows, base))
+    assert found.advice == f"{GATES_HELP}; the base without any adapter is significantly better than the adapter"
+    assert "adapter greedy 60.0 %, base greedy 80.0 %; base is significantly worse" in found.more[1]
+
+
+@pytest.mark.parametrize(
+    ("gap", "score"), [((0.05, 0.2), "t: gated greedy 71.0"), ((-0.2, -0.05), "t: adapter T=0.3 61.0")]
+)
+def test_the_score_of_the_banner_is_of_the_temperature_that_its_advice_is_about(gap, score):
     found = banner(
         evaluation_record(
-            row("adapter", 0.3, at_best={"temperature": 0.3, "score": estimate(0.6), "comparison": None}),
-            row(
-                "gated",
-                0.2,
-                verdict=verdict,
-                at_best={"temperature": 0.0, "score": estimate(other), "comparison": versus},
-            ),
+            row("adapter", 0.3, at_best=at_best(0.3, 0.6)),
+            row("gated", 0.2, verdict="worse", at_best=at_best(0.0, 0.6 + sum(gap) / 2, gap)),
             row("adapter", 0.61, "T=0.3", temperature=0.3),
             row("gated", 0.73, "λ=0.5 greedy", temperature=0.0),
             row("gated", 0.71, "greedy", temperature=0.0),
         )
     )
     assert found.score.startswith(score)
-    assert score.split(": ")[1].rsplit(" ", 1)[0] not in found.more[0].split(": ")[1].split(" %, ")[0]
+    (alternatives,) = [line for line in found.more if line.startswith("Alternatives")]
+    assert score.split(": ")[1].rsplit(" ", 1)[0] not in alternatives.split(": ")[1].split(" %, ")[0]
 
 
 def record_of(tasks, average=()):
@@ -357,11 +345,15 @@ def record_of(tasks, average=()):
 def test_the_banner_names_every_place_and_scores_where_the_gates_won():
     same = dict.fromkeys(("t1", "t2", "t3"), "no difference shown")
     found = banner(record_of({**same, "t4": "better"}))
-    assert found.advice == "Use the gates for t4; no difference shown on t1, t2, t3"
+    assert (
+        found.advice == "Use the gates for t4: significantly better than the adapter; no difference shown on t1, t2, t3"
+    )
     assert found.score == "t4: gated 40.0 (35.0–45.0) %"
     assert found.chart.title.startswith("t4 v1")
     found = banner(record_of({"a": "worse", "b": "no difference shown"}))
-    assert found.advice == ("Use the plain adapter: the gates are significantly worse on a; no difference shown on b")
+    assert found.advice == (
+        "Use the plain adapter for a: the gates are significantly worse than the adapter; no difference shown on b"
+    )
 
 
 def test_a_task_that_is_in_no_average_or_worse_than_its_average_is_in_the_banner():

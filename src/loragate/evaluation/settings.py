@@ -45,7 +45,7 @@ class TaskSettings:
         Raises:
             ConfigError: for what is no temperature, or is there twice.
         """
-        return parse_temperatures(str(self.temperature))
+        return parse_temperatures("" if self.temperature is None else str(self.temperature))
 
 
 @dataclass(frozen=True)

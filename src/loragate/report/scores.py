@@ -7,7 +7,7 @@ said of it, how many answers were cut off and how many could not be judged. Last
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loragate.display import format_points, percent, pluralize, temperature_label
@@ -46,6 +46,7 @@ SAMPLED = re.compile(rf"greedy|T=[\d.]+|({CELL.pattern}|(\w+ )?λ=[-\d.]+)( gree
 """What may follow base, adapter or gates in a label that is no control of its own: a range, a temperature, one λ."""
 NO_CHOICE = "a test may not choose among them"
 NOT_SHOWN = "no difference shown"
+UNSURE = "not significantly different from the adapter"
 VERDICTS = {"better": "significantly better than the adapter", "worse": "significantly worse than the adapter"}
 
 
@@ -207,7 +208,7 @@ def evaluation_statements(record: Record) -> list[str]:
 
 def _verdict_in_words(name: str, row: Record, adapter: Record) -> str:
     versus = row["comparison"]
-    says = VERDICTS.get(row["verdict"], "not significantly different from the adapter")
+    says = VERDICTS.get(row["verdict"], UNSURE)
     return (
         f"{name} is {says}: {percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
         f"({format_points(versus['mean'])} points, interval {ends_of(versus)})"
@@ -254,181 +255,124 @@ def _confounder_lines(gated: Record, adapter: Record, rows: list[Record]) -> lis
     return lines
 
 
-def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
-    """(what to do, what that scores, what the alternatives score, the table of these scores) of an evaluation.
+class _Standing(NamedTuple):
+    """How gates or the base stand to the adapter, each at its best temperature.
 
-    It is about the gates; without any, about the adapter and its base. A base that is significantly better than the adapter is
-    always said.
-
-    It follows the verdicts on the averages of suites and on the tasks that are in none; a task on which the gates are worse is
-    named even where its average is not. The rest is named and not recommended: what was found the best on a test is not known
-    to be the best elsewhere.
+    Attributes:
+        verdict: of the comparison there; where none is on record, as of the average of a suite, of that at the tasks' own
+            temperature, unless the best scores say otherwise.
+        note: what each scores at its best, where that is not at the tasks' own; else empty.
+        best: the best temperature of each, by its variant, where it is not the task's own; empty where tasks are averaged.
     """
-    every = compared_rows(record)
-    verdicts = _verdicts(every)
-    single = _verdicts([(task["name"], rows_of(record, task["name"]), "avg_at_k") for task in record["tasks"]])
-    verdicts |= {name: said for name, said in single.items() if said == "worse"}
-    helped, hurt, unsure = (
-        [where for where, said in verdicts.items() if said == verdict] for verdict in ("better", "worse", NOT_SHOWN)
-    )
-    # a gain at one temperature is none where the adapter alone is as good at another, and the reverse
-    bests = {where: best for where in verdicts if (best := _best_of_both(record, where, "gated"))}
-    beaten = {where: best for where, best in bests.items() if where in helped and best.verdict != "better"}
-    risen = {
-        where: best
-        for where, best in bests.items()
-        if where not in helped and best.compared and best.verdict == "better"
-    }
-    helped = [where for where in (*helped, *risen) if where not in beaten]
-    hurt, unsure = ([where for where in places if where not in risen] for places in (hurt, unsure))
-    cells = [(where, found) for where, rows, _ in every if (found := _cells(rows))[0]]
-    bases = _verdicts(every, "base")
-    # the base likewise: better at one temperature is not better where everybody may take the best
-    turned = {
-        where: (said, best)
-        for where, said in bases.items()
-        if said != NOT_SHOWN and (best := _best_of_both(record, where, "base")) and best.verdict != said
-    }
-    bases |= {where: best.verdict if best.compared else NOT_SHOWN for where, (_, best) in turned.items()}
-    lost = [where for where, said in bases.items() if said == "better"]
-    if cells and not verdicts:
-        advice = "; ".join([*(f"On {where}, {_cells_in_words(found)}" for where, found in cells), NO_CHOICE])
-    elif not verdicts and not _has_gates(record):
-        advice = _advice_without_gates(bases)
-    elif not verdicts:
-        advice = "The gates were not compared with the adapter"
-    elif helped and hurt:
-        advice = f"Use the gates for {', '.join(helped)}, and the plain adapter for {', '.join(hurt)}"
-    elif helped:
-        advice = f"Use the gates for {', '.join(helped)}" if unsure else f"Use the gates: {VERDICTS['better']}"
-    elif hurt:
-        advice = "Use the plain adapter: the gates are significantly worse"
-        advice += f" on {', '.join(hurt)}" if unsure or beaten else ""
-    elif beaten:
-        where, best = next(iter(beaten.items()))
-        lead, alone = (" at another temperature", "own") if best.elsewhere else ("", "own temperature")
-        advice = (
-            f"Use the plain adapter{lead}: the gates are significantly better than it at the tasks' {alone} alone, "
-            f"and at the best of each it has {best.said('the gates')}"
-        )
-        advice += f" on {where}" if len(verdicts) > 1 else ""
+
+    verdict: str
+    note: str
+    best: Mapping[str, float]
+
+
+def _standings(record: Record, variant: str) -> dict[str, _Standing]:
+    """{what was scored: how "gated" or "base" stands there}: averages of suites, tasks in none, and those where it is worse."""
+    places = [(title, rows, tuple(rows[0].get("tasks", (title,)))) for title, rows, _ in compared_rows(record) if rows]
+    found = {title: _standing(record, variant, rows, tasks) for title, rows, tasks in places}
+    for name in (task["name"] for task in record["tasks"]):
+        if (one := _standing(record, variant, rows_of(record, name), (name,))) and one.verdict == "worse":
+            found.setdefault(name, one)
+    return {title: one for title, one in found.items() if one}
+
+
+def _standing(record: Record, variant: str, rows: list[Record], tasks: Sequence[str]) -> _Standing | None:
+    said = next((row["verdict"] for row in rows if row["variant"] == variant and row["control"] is None), None)
+    own = {task["name"]: task["sampling"]["temperature"] for task in record["tasks"]}
+    plain = [row for row in record["results"] if row["task"] in tasks and row["control"] is None]
+    models = {name: [row for row in plain if row["variant"] == name] for name in ("adapter", variant)}
+    if said is None or any(len(found) != len(tasks) for found in models.values()):
+        return said and _Standing(said, "", {})
+    heats, means = {}, {}
+    for name, found in models.items():
+        bests = [row.get("at_best") or {"temperature": own[row["task"]], "score": row["avg_at_k"]} for row in found]
+        heats[name] = [best["temperature"] for best in bests]
+        means[name] = sum(best["score"]["mean"] for best in bests) / len(bests)
+    if all(found == [own[task] for task in tasks] for found in heats.values()):
+        return _Standing(said, "", {})
+    versus = (models[variant][0].get("at_best") or {}).get("comparison") if len(tasks) == 1 else None
+    if versus:
+        verdict = "better" if versus["low"] > 0 else "worse" if versus["high"] < 0 else NOT_SHOWN
     else:
-        advice = "Use the plain adapter: the gates are not significantly different from it"
-    if beaten and (helped or hurt):
-        advice += f"; on {', '.join(beaten)} the gates are better at the task's own temperature alone"
-    if unsure and (helped or hurt or beaten):
-        advice += f"; no difference shown on {', '.join(unsure)}"
-    if lost and _has_gates(record):
+        is_otherwise = means[variant] <= means["adapter"] if said == "better" else means[variant] >= means["adapter"]
+        verdict = NOT_SHOWN if is_otherwise else said
+    is_one = len(tasks) == 1
+    labels = {name: f"{name} {temperature_label(found[0])}" if is_one else name for name, found in heats.items()}
+    scores = [f"{labels[name]} {percent(mean)} %" for name, mean in means.items()]
+    note = f"at the best temperature of each: {', '.join(scores)}"
+    if verdict != said:
+        at = temperature_label(own[tasks[0]]) if is_one else "the tasks' own temperatures"
+        note += f"; {variant} is {VERDICTS.get(said, UNSURE)} at {at} alone"
+    best = {name: found[0] for name, found in heats.items() if is_one and found[0] != own[tasks[0]]}
+    return _Standing(verdict, note, best)
+
+
+def _advise(standings: Mapping[str, _Standing], model: str, adapter: str, loser: str, unsure: str) -> str:
+    """What to use where, the model or the adapter; `loser` begins what is said of the model where it is worse."""
+    better, worse, rest = (
+        [where for where, one in standings.items() if one.verdict == verdict]
+        for verdict in ("better", "worse", NOT_SHOWN)
+    )
+    left = f"; no difference shown on {', '.join(rest)}" if rest else ""
+    if better and worse:
+        return f"Use {model} for {', '.join(better)}, and {adapter} for {', '.join(worse)}{left}"
+    if not (better or worse):
+        return unsure
+    where = f" for {', '.join(better or worse)}" if rest else ""
+    return (
+        f"Use {model}{where}: {VERDICTS['better']}{left}"
+        if better
+        else f"Use {adapter}{where}: {loser} {VERDICTS['worse']}{left}"
+    )
+
+
+def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
+    """(what to do, what that scores, notes and what the alternatives score, the table of these scores) of an evaluation.
+
+    It is about the gates; without any, about the adapter and its base. A base that is better than the adapter is always said.
+    The rest is named and not recommended: what was found the best on a test is not known to be the best elsewhere.
+    """
+    every, has_gates = compared_rows(record), _has_gates(record)
+    gates, base = _standings(record, "gated"), _standings(record, "base")
+    about = gates if has_gates else base
+    cells = [(where, found) for where, rows, _ in every if (found := _cells(rows))[0]]
+    if cells and not gates:
+        advice = "; ".join([*(f"On {where}, {_cells_in_words(found)}" for where, found in cells), NO_CHOICE])
+    elif not about:
+        advice = f"The {'gates were' if has_gates else 'base was'} not compared with the adapter"
+    elif has_gates:
+        unsure = f"Use the plain adapter: the gates are {UNSURE}"
+        advice = _advise(gates, "the gates", "the plain adapter", "the gates are", unsure)
+    else:
+        unsure = f"The base is {UNSURE}"
+        advice = _advise(base, "the base without the adapter", "the adapter", "the base is", unsure)
+    ahead = [where for where, one in base.items() if one.verdict == "better"]
+    if ahead and has_gates:
         advice += f"; the base without any adapter is {VERDICTS['better']}"
-        advice += f" on {', '.join(lost)}" if len(bases) > len(lost) else ""
-    for where, best in risen.items():
-        on = f"on {where} " if len(verdicts) > 1 else ""
-        advice += f"; {on}at the best temperature of each: the adapter has {best.said('the gates')}"
-    for where, (at_own, best) in turned.items():
-        if _has_gates(record) and "better" not in (at_own, best.verdict):
-            continue  # of gates; the base is not spoken of
-        ahead = "the base is better than the adapter" if at_own == "better" else "the adapter is better than the base"
-        advice += (
-            f"; {f'on {where} ' if len(bases) > 1 else ''}{ahead} at the task's own temperature alone: at the best of each the "
-            f"adapter has {best.said('the base')}"
-        )
-    spoken_of = (helped or ([] if hurt else [*beaten]))[:1]
-    title, rows, key = next((one for one in every if one[0] in spoken_of), every[0])
+        advice += f" on {', '.join(ahead)}" if len(base) > len(ahead) else ""
+    helped = [where for where, one in about.items() if one.verdict == "better"]
+    title, rows, key = next((one for one in every if one[0] in helped), every[0])
     names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
     table = dict(zip(names, score_tables(record), strict=True))[title]
-    own = {row["variant"]: row for row in rows if row["control"] is None}
-    use_base = lost and not _has_gates(record) and title in lost
-    chosen = "gated" if helped else "base" if use_base else "adapter"
-    first = own.get(chosen) or rows[0]
-    base_bests = {} if _has_gates(record) else {where: best for where, (_, best) in turned.items()}
-    if best_both := {**base_bests, **beaten, **risen}.get(
-        title
-    ):  # advice about the best temperatures, with a score there
-        plain = [row for row in rows if row["variant"] == chosen and _is_plain(row)]
-        first = next((row for row in plain if {row["temperature"]} == best_both.temperatures[chosen]), first)
+    chosen = "adapter" if title not in helped else "gated" if has_gates else "base"
+    heat = about[title].best.get(chosen) if title in about else None
+    own = [row for row in rows if row["variant"] == chosen and row["control"] is None]
+    first = next(
+        (row for row in rows if row["variant"] == chosen and row["temperature"] == heat and _is_plain(row)),
+        (own or rows)[0],
+    )
     score = f"{title}: {row_name(first)} {format_cell(share_cell(first[key]))} %"
+    more = [f"On {where}, {one.note}." for found in (gates, base) for where, one in found.items() if one.note]
     others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])
-    listed = ", ".join(f"{row_name(row)} {percent(row[key]['mean'])} %" for row in others[:5])
-    more = [f"Alternatives: {listed}."] if listed else []
+    if others:
+        listed = ", ".join(f"{row_name(row)} {percent(row[key]['mean'])} %" for row in others[:5])
+        more.append(f"Alternatives: {listed}.")
     if others and others[0][key]["mean"] > first[key]["mean"]:
         more.append(
             f"{row_name(others[0])} scores higher here; whether to use it, a dev set says (loragate calibrate)."
         )
     return advice, score, more, table
-
-
-def _advice_without_gates(bases: Mapping[str, str]) -> str:
-    """What to do about the adapter, from {what was scored: the verdict on the base}."""
-    if not bases:
-        return "The adapter was not compared with its base"
-    better, worse = ([where for where, said in bases.items() if said == verdict] for verdict in ("better", "worse"))
-    unsure = [where for where in bases if where not in (*better, *worse)]
-    left = f"; no difference shown on {', '.join(unsure)}" if unsure else ""
-    if better and worse:
-        return (
-            f"Use the base without the adapter for {', '.join(better)}, where it is {VERDICTS['better']}, and the adapter for "
-            f"{', '.join(worse)}{left}"
-        )
-    if better:
-        on = f" on {', '.join(better)}" if unsure else ""
-        return f"Use the base without the adapter: it is {VERDICTS['better']}{on}{left}"
-    if worse:
-        on = f" on {', '.join(worse)}" if unsure else ""
-        return f"Use the adapter: it is significantly better than its base{on}{left}"
-    return "The adapter is not significantly different from its base"
-
-
-class _Best(NamedTuple):
-    """The adapter and another model, each at its best temperature."""
-
-    adapter: float
-    other: float
-    verdict: str
-    """On the other model; by the scores alone where no comparison is on record, as of the average of a suite."""
-    compared: bool
-    elsewhere: bool
-    """Whether the adapter's best is not the temperature of the tasks."""
-    temperatures: dict[str, set[float]]
-    """The best of each, by its variant; several where tasks differ."""
-
-    def said(self, other: str) -> str:
-        unsure = ", no significant difference" if self.verdict == NOT_SHOWN else ""
-        return f"{percent(self.adapter)} % and {other} {percent(self.other)} %{unsure}"
-
-
-def _best_of_both(record: Record, where: str, other: str) -> _Best | None:
-    """What the adapter and another model score at the best temperature of each; None where both are best at the tasks' own.
-
-    At several temperatures it is `at_best`, which the choice does not flatter.
-    """
-    heats = {task["name"]: task["sampling"]["temperature"] for task in record["tasks"]}
-    tasks = next((rows[0].get("tasks", ()) for title, rows in suites_of(record) if title == where), (where,))
-    scores, versus = {"adapter": 0.0, other: 0.0}, None
-    elsewhere = dict.fromkeys(scores, False)
-    best_at: dict[str, set[float]] = {name: set() for name in scores}
-    for task in tasks:
-        own = {row["variant"]: row for row in rows_of(record, task) if row["control"] is None}
-        if not scores.keys() <= own.keys():
-            return None
-        for name in scores:
-            best = own[name].get("at_best")
-            heat = best["temperature"] if best else heats[task]
-            best_at[name].add(heat)
-            elsewhere[name] |= heat != heats[task]
-            scores[name] += (best["score"] if best else own[name]["avg_at_k"])["mean"] / len(tasks)
-            versus = best.get("comparison") if best and len(tasks) == 1 else None
-    low, high = (versus["low"], versus["high"]) if versus else (scores[other] - scores["adapter"],) * 2
-    verdict = "better" if low > 0 else "worse" if high < 0 else NOT_SHOWN
-    if not any(elsewhere.values()):
-        return None
-    return _Best(scores["adapter"], scores[other], verdict, versus is not None, elsewhere["adapter"], best_at)
-
-
-def _verdicts(every: list[tuple[str, list[Record], str]], variant: str = "gated") -> dict[str, str]:
-    """{what was scored: the verdict on the gates themselves, or on the base}, where there is one."""
-    return {
-        where: row["verdict"]
-        for where, rows, _ in every
-        for row in rows
-        if row["variant"] == variant and row["control"] is None and row["verdict"]
-    }
