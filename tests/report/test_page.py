@@ -1,6 +1,7 @@
 """The page as text: what is escaped, what is embedded, what is refused."""
 
 import base64
+import dataclasses
 import hashlib
 import html.parser
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from loragate.evaluation.results import SuiteResult
 from loragate.report.blocks import (
     Banner,
     Section,
@@ -339,6 +341,8 @@ def record_of(tasks, average=()):
         if average
     ]
     suites = [{**each, "average": {**each["avg_at_k"], "tasks": len(average)}} for each in suites]
+    names = {field.name for field in dataclasses.fields(SuiteResult)}
+    suites = [{name: value for name, value in each.items() if name in names} for each in suites]
     return {**one, "tasks": [{**one["tasks"][0], "name": name} for name in tasks], "results": rows, "suites": suites}
 
 

@@ -142,6 +142,8 @@ def test_learning_rates_are_an_axis_whose_cells_are_compared_apart(place, tmp_pa
         ("[0,1] ce, seed 3", "ce_0_1_seed3"),
     ]
     assert [trials.Trial.from_record(one.as_record()) for one in found] == list(found)
+    earlier = {key: value for key, value in found[1].as_record().items() if key != "learning_rate"}
+    assert trials.Trial.from_record(earlier) == found[1], "sweeps of an earlier version had no such axis"
 
 
 def test_another_sweep_is_not_resumed(place, swept):

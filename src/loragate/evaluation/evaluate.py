@@ -482,7 +482,8 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         raise DataError(f"{folder / VARIANTS}: the label of a variant is a path")
     prepared = []
     for info in known(tuple[TaskInfo, ...], "tasks"):
-        if info.grader not in (*GRADERS, "lm-eval"):
+        # an earlier version named none
+        if info.grader and info.grader not in (*GRADERS, "lm-eval"):
             raise ConfigError(
                 f"{folder}: {info.name} is judged by the Python function {info.grader}, which no folder holds; judge it again "
                 "with the evaluate(..., resume=True) that began it"

@@ -330,7 +330,8 @@ class Request:
             require_vllm()
         if self.engine.replicas > 1:
             require_ray()
-        if all(task.harness for task in tasks) and (self.tasks.samples is not None or self.tasks.temperatures):
+        own_sampling = bool(self.tasks.temperatures) or self.tasks.samples is not None
+        if own_sampling and all(task.harness for task in tasks):
             names = ", ".join(task.name for task in tasks)
             raise ConfigError(
                 f"--samples and --temperature have no effect: {names} are answered greedily, or not generated at all"

@@ -360,11 +360,8 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     table = dict(zip(names, score_tables(record), strict=True))[title]
     chosen = "adapter" if title not in helped else "gated" if has_gates else "base"
     heat = about[title].best.get(chosen) if title in about else None
-    own = [row for row in rows if row["variant"] == chosen and row["control"] is None]
-    first = next(
-        (row for row in rows if row["variant"] == chosen and row["temperature"] == heat and _is_plain(row)),
-        (own or rows)[0],
-    )
+    control = None if heat is None else temperature_label(heat)
+    first = next((row for row in rows if (row["variant"], row["control"]) == (chosen, control)), rows[0])
     score = f"{title}: {row_name(first)} {format_cell(share_cell(first[key]))} %"
     more = [f"On {where}, {one.note}." for found in (gates, base) for where, one in found.items() if one.note]
     others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])

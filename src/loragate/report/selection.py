@@ -101,8 +101,10 @@ def heat_maps(record: Record | None) -> dict[str, Draw]:
     """
     groups: list[tuple[str, str, str, list[Record]]] = []  # file, where, label of the recommended, variants
     if record and "suites" in record:
+        # averages have no temperature of their own
+        elsewhere = {row_name(row) for row in record["results"] if row["temperature"] is not None}
         for where, rows, key in compared_rows(record):
-            asked = [row for row in rows if row.get("temperature") is None]
+            asked = [row for row in rows if row_name(row) not in elsewhere]
             labels = {"gated": f"gated {own_range(record)}".rstrip()}
             variants: list[Record] = [
                 {**row[key], "label": labels.get(row_name(row), row_name(row)), "difference": row["comparison"]}

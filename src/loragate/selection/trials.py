@@ -95,7 +95,7 @@ class Trial:
     def from_record(cls, record: Mapping[str, Any]) -> Trial:
         """The trial of `as_record`; raises KeyError, TypeError or GateError for what is none."""
         bounds = Range(record["lower"], record["upper"])
-        return cls(bounds, record["objective"], record["seed"], record["learning_rate"])
+        return cls(bounds, record["objective"], record["seed"], record.get("learning_rate"))
 
     def training(self, settings: GateTrainingSettings) -> GateTrainingSettings:
         """Its settings."""
