@@ -308,8 +308,8 @@ def test_one_temperature_is_no_list_of_several(place, tmp_path):
     ],
 )
 def test_what_is_no_list_of_temperatures(place, tmp_path, fails, text, why):
-    known = ("eval", "--model", place / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "out")
-    assert why in fails(*known, "--temperature", text)
+    known = ("eval", "--model", tmp_path / "absent", "--tasks", place / "words.yaml", "--out", tmp_path / "out")
+    assert why in fails(*known, "--temperature", text), "before a model is loaded"
     assert not (tmp_path / "out").exists(), "before anything is loaded"
 
 

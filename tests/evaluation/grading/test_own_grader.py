@@ -7,7 +7,7 @@ import pytest
 
 from loragate.cli.main import main
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.evaluate import evaluate
+from loragate.evaluation.evaluate import evaluate, open_evaluation
 from loragate.evaluation.prepared import prepare
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.tasks import load_questions, load_task
@@ -76,6 +76,16 @@ def test_it_judges_every_answer_and_stands_in_the_record(place, capsys):
     assert main(["regrade", str(place / "run")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"words is judged by the Python function {__name__}.lenient, which no folder holds" in said
+
+
+def test_a_folder_that_names_no_grader_is_judged_by_its_task_files(place):
+    run(place, None)
+    path = place / "run" / "run.json"
+    stored = json.loads(path.read_text())
+    stored["tasks"][0]["grader"] = ""
+    path.write_text(json.dumps(stored))
+    (result,) = open_evaluation(place / "run").regrade().results
+    assert result.reasons
 
 
 def test_what_a_task_is_without_its_grader_stays(place):
