@@ -31,7 +31,7 @@ from loragate.evaluation.results import EvaluationRecord, verdict
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.statistics import compare
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.variants import LOWER_TEMPERATURES, ModelVariant, activate_variant, canary
+from loragate.evaluation.variants import LOWER_TEMPERATURES, ModelVariant, activate_variant, at_temperatures, canary
 from loragate.files import write_text
 from loragate.gates.range import Range, parse_ranges
 from loragate.gates.strength import lora_paths
@@ -219,16 +219,10 @@ def build_variants(made: QuickstartRun, calibrated: Calibrated, best: Trial) -> 
     rows = calibrated.evidence["selection"]["variants"]
     scales = {variant.label: variant for variant in constant_scale_variants(lora_paths(adapter))}
     best_scale = max((row for row in rows if row["weights"] == "scale"), key=lambda row: row["mean"])
-    models_by_variant = {ModelVariant("adapter"): adapter, ModelVariant("base"): adapter}
-    plain = list(models_by_variant)
-    models_by_variant |= {one.with_temperature(heat): adapter for one in plain for heat in LOWER_TEMPERATURES}
+    plain = [ModelVariant("adapter"), ModelVariant("base"), ModelVariant("gated", gates=gates)]
+    models_by_variant = dict.fromkeys(at_temperatures(plain, LOWER_TEMPERATURES), adapter)
     models_by_variant[scales[best_scale["label"].rpartition(" ")[0]]] = adapter  # without " greedy" or " T=0.3"
     models_by_variant[ModelVariant("adapter", DFT)] = made.models[DFT]
-    gated = ModelVariant("gated", gates=gates)
-    models_by_variant |= {
-        gated: adapter,
-        **{gated.with_temperature(temperature): adapter for temperature in LOWER_TEMPERATURES},
-    }
     others = [trial for trial in made.trials if trial != best]
     models_by_variant |= {
         ModelVariant("gated", trial.cell, gates=str(made.gated_folder(trial))): adapter for trial in others
