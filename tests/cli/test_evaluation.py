@@ -296,6 +296,16 @@ def test_one_temperature_is_no_list_of_several(place, tmp_path):
     assert not any(row.at_best for row in record.results)
 
 
+def test_rows_that_were_begun_before_the_adapter_are_compared_with_it(place, tmp_path):
+    out, few = tmp_path / "run", ("--samples", "2", "--limit", "3", "--temperature", "1,0")
+    assert run(place, "gated", out, *few, "--controls", "alone") == 0
+    assert run(place, "gated", out, *few, "--controls", "none", "--resume") == 0
+    record, again = read_record(out / "results.json"), open_evaluation(out).judge()
+    assert [row.label for row in again.results[:2]] == ["gated", "gated greedy"]
+    for label in ("gated", "gated greedy", "adapter greedy"):
+        assert again.find("words", label).comparison.mean == record.find("words", label).comparison.mean
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

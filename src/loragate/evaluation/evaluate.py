@@ -270,10 +270,13 @@ class Evaluation:
     def judge(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
         """The record of the answers on file, judged where they were not yet."""
         found: Results = {}
-        for variant, prepared in self._cells():
-            name = prepared.task.name
-            adapter = found.get((variant.reference_label, name))  # judged before the variants that refer to it
-            found[variant.label, name] = self._judge(variant, prepared, adapter, on_event)
+        # an evaluation that went on may have the adapter behind variants that refer to it
+        referred = {variant.reference_label for variant in self.variants}
+        for variant, prepared in sorted(
+            self._cells(), key=lambda cell: (cell[0].label not in referred, cell[0].reference_label != "")
+        ):
+            adapter = found.get((variant.reference_label, prepared.task.name))
+            found[variant.label, prepared.task.name] = self._judge(variant, prepared, adapter, on_event)
         return (
             EvaluationRecord(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -283,7 +286,7 @@ class Evaluation:
                     for prepared in self.tasks
                     for grader in [self._grader(prepared)]
                 ),
-                results=tuple(found.values()),
+                results=tuple(found[variant.label, prepared.task.name] for variant, prepared in self._cells()),
                 suites=tuple(self._averages(found)),
                 seed=self.seed,
                 sandbox=self.grading.sandbox if any(self._grader(p) in CODE_GRADERS for p in self.tasks) else None,
