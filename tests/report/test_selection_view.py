@@ -86,11 +86,15 @@ def test_the_map_of_a_suite_leaves_out_the_averages_at_other_temperatures() -> N
     cool = [{**one, "temperature": 0.0, "control": f"{one['control'] or ''} greedy".lstrip()} for one in own]
     results = [{**one, "task": task} for one in (*own, *cool) for task in ("a", "b")]
     keys = ("variant", "control", "comparison", "verdict")
-    averages = [{**{key: one[key] for key in keys}, "average": {**one["avg_at_k"], "tasks": 2}} for one in (*own, *cool)]
+    averages = [
+        {**{key: one[key] for key in keys}, "average": {**one["avg_at_k"], "tasks": 2}} for one in (*own, *cool)
+    ]
     suites = [{**one, "suite": "math", "tasks": ["a", "b"]} for one in averages]
     record = {**evaluation_record(*results), "suites": suites}
     record["tasks"] = [{**record["tasks"][0], "name": name} for name in ("a", "b")]
-    assert list(heat_maps(record)) == ["heatmap_math"], "the greedy cells would be coloured by the adapter that is sampled"
+    assert list(heat_maps(record)) == ["heatmap_math"], (
+        "the greedy cells would be coloured by the adapter that is sampled"
+    )
 
 
 def test_equal_data_give_equal_files_and_a_table_of_all(tmp_path: Path) -> None:
