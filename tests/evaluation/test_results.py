@@ -114,6 +114,23 @@ def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:
     assert "At its best temperature" in score_markdown(record.to_json())
 
 
+def test_what_is_said_of_the_best_temperatures_is_adjusted_for_all_of_them() -> None:
+    draw, ids, rows = np.random.default_rng(0), tuple(map(str, range(40))), []
+    for number in range(12):
+        for kind, control in (("adapter", None), ("gated", None), ("adapter", "greedy"), ("gated", "greedy")):
+            right = 0.4 if kind == "adapter" else 0.4 + 0.04 * number
+            heat = {} if control is None else {"control": control, "temperature": 0.0}
+            rows.append(task_result(f"t{number}", kind, ids, *answered(draw.binomial(1, right, (40, 1))), **heat))
+    infos = tuple(dataclasses.replace(make_record().tasks[0], name=f"t{number}") for number in range(12))
+    record = dataclasses.replace(make_record(), tasks=infos, results=tuple(rows)).with_best_temperatures()
+    bests = [row.at_best for row in record.results if row.at_best and row.at_best.comparison]
+    alone = [best.comparison.at(0.95).low > 0 for best in bests if best.comparison]
+    assert sum(alone) > [best.verdict for best in bests].count("better") > 0, "the adjustment matters"
+    for best in bests:
+        assert best.comparison is not None
+        assert (best.comparison.low > 0 or best.comparison.high < 0) == (best.verdict != "no difference shown")
+
+
 def test_each_model_at_its_best_is_compared_with_the_adapter_at_its_own() -> None:
     """A base that is level with the adapter greedily, and far better at T = 1."""
     ids, results = tuple(map(str, range(40))), []

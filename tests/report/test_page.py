@@ -255,7 +255,8 @@ def test_the_banner_of_an_evaluation_follows_its_verdicts():
 
 def at_best(temperature, score, gap=None):
     versus = gap and {"mean": sum(gap) / 2, "low": gap[0], "high": gap[1], "p": 0.5}
-    return {"temperature": temperature, "score": estimate(score), "comparison": versus}
+    verdict = gap and ("better" if gap[0] > 0 else "worse" if gap[1] < 0 else "no difference shown")
+    return {"temperature": temperature, "score": estimate(score), "comparison": versus, "verdict": verdict}
 
 
 GATES_HELP = "Use the gates: significantly better than the adapter"

@@ -87,13 +87,15 @@ class BestTemperatureScore:
     Attributes:
         temperature: the best on all questions, 0 for greedy.
         score: out of fold (`statistics.out_of_fold`), so that picking the temperature has not flattered it.
-        comparison: difference to the adapter at its best temperature, with the 95 % interval of `statistics.compare_out_of_fold`;
-            None for the adapter itself, and where there is none.
+        comparison: difference to the adapter at its best temperature by `statistics.compare_out_of_fold`, with the interval that
+            agrees with `verdict`; None for the adapter itself, and where there is none.
+        verdict: what the comparison shows, with its p after Holm's adjustment over all such comparisons of the record.
     """
 
     temperature: float
     score: Estimate
     comparison: Difference | None = None
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,15 @@ class EvaluationRecord:
                 versus = None if adapter is None else compare_out_of_fold(bests[key], adapter)
                 at_best = BestTemperatureScore(best, average_at_k(bests[key][:, None]), versus)
                 results[index] = dataclasses.replace(result, at_best=at_best)
+        compared = [
+            (index, one.at_best, one.at_best.comparison)
+            for index, one in enumerate(results)
+            if one.at_best is not None and one.at_best.comparison is not None
+        ]
+        family = simultaneous([versus for *_, versus in compared])
+        for (index, at_best, _), versus, p in zip(compared, *family, strict=True):
+            at_best = dataclasses.replace(at_best, comparison=versus, verdict=verdict(versus, p))
+            results[index] = dataclasses.replace(results[index], at_best=at_best)
         return dataclasses.replace(self, results=tuple(results))
 
     def to_json(self) -> dict[str, Any]:

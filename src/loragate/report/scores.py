@@ -294,10 +294,9 @@ def _standing(record: Record, variant: str, rows: list[Record], tasks: Sequence[
         means[name] = sum(best["score"]["mean"] for best in bests) / len(bests)
     if all(found == [own[task] for task in tasks] for found in heats.values()):
         return _Standing(said, "", {})
-    versus = (models[variant][0].get("at_best") or {}).get("comparison") if len(tasks) == 1 else None
-    if versus:
-        verdict = "better" if versus["low"] > 0 else "worse" if versus["high"] < 0 else NOT_SHOWN
-    else:
+    at_best = models[variant][0].get("at_best") if len(tasks) == 1 else None
+    verdict = (at_best or {}).get("verdict")
+    if verdict is None:
         is_otherwise = means[variant] <= means["adapter"] if said == "better" else means[variant] >= means["adapter"]
         verdict = NOT_SHOWN if is_otherwise else said
     is_one = len(tasks) == 1
