@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from loragate.cli.arguments import GLOBAL, field_types, flag_of, headings, parse, resolved_yaml
 from loragate.cli.calibrate import COMMAND as CALIBRATE
 from loragate.cli.calibrate import CalibrateOptions
+from loragate.cli.env import findings
 from loragate.cli.main import COMMANDS, load_command, main, overview
 from loragate.cli.sft import COMMAND as SFT
 from loragate.errors import ConfigError
@@ -215,6 +216,19 @@ def test_unexpected_errors_show_no_traceback_unless_asked(capsys, fails, monkeyp
     assert "run again with --debug" in fails("env", status=1)
     assert main(["env", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, ", no bf16: use float32)"),
+        ({"avx512_bf16": True, "amx_bf16": False}, ", bf16)"),
+        ({}, f"{torch.backends.cpu.get_cpu_capability()})"),
+    ],
+)
+def test_env_says_whether_the_processor_multiplies_bf16(known, said, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
+    assert findings()["devices"][0].endswith(said)
 
 
 def test_env(capsys):

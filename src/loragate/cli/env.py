@@ -88,7 +88,7 @@ def findings() -> dict[str, Any]:
             problems.append(f"{wanted.name} is missing; pip install '{wanted}'")
         elif not wanted.specifier.contains(found, prereleases=True):
             problems.append(f"{wanted.name} {found} does not fit {wanted.specifier}; pip install -U '{wanted}'")
-    devices = [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"]
+    devices = [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads{_arithmetic()})"]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             memory = torch.cuda.get_device_properties(index).total_memory / 2**30
@@ -111,6 +111,16 @@ def findings() -> dict[str, Any]:
         "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
         "problems": problems,
     }
+
+
+def _arithmetic() -> str:
+    """What the processor computes with, and whether it multiplies bf16 itself: elsewhere bf16 is slower than float32."""
+    import torch
+
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # which older torch does not have
+    bf16 = [has for name, has in known.items() if "bf16" in name]
+    said = "" if not bf16 else ", bf16" if any(bf16) else ", no bf16: use float32"
+    return f", {torch.backends.cpu.get_cpu_capability()}{said}"
 
 
 def _version(name: str) -> str | None:

@@ -23,8 +23,8 @@ class TaskSettings:
         data: local files in place of hub data sets: TASK=FILE separated by commas, or a folder that holds TASK.jsonl files.
         limit: first questions of each task only.
         samples: samples per question, in place of the task's own.
-        temperature: sampling temperatures separated by commas, 0 for greedy, such as 1,0.6,0.3,0: every variant is scored at each;
-            in place of the tasks' own and of those of the controls.
+        temperature: of sampling, one or several as in 1,0.6,0.3,0 (0 is greedy): every variant is scored at each; in place of the
+            tasks' own and the controls'.
         max_new_tokens: token limit of an answer, in place of the task's own.
         seed: seed of sampling, and of generated questions.
     """
