@@ -57,7 +57,6 @@ CONTEXT = (
     "story",
 )
 NO_INPUT = ("<noinput>", "noinput", "<no input>", "no input")  # of Alpaca's rows, in small letters
-MISSING = "nan"  # as pandas writes it; "NaN" and "Nan" are words of their own
 CHOICES = ("choices", "options", "answer_choices", "endings", "A", "option_a")  # what a question lets choose from
 SYSTEM = ("system", "system_prompt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -522,8 +521,7 @@ def column_value(row: Row, column: str) -> Any:
 
 def says_no_input(row: Row) -> bool:
     """Whether the column `input` only says that there is none, as Alpaca's `<noinput>`."""
-    said = str(row.get("input")).strip()
-    return said == MISSING or said.casefold() in NO_INPUT
+    return (said := str(row.get("input")).strip()) == "nan" or said.casefold() in NO_INPUT  # nan is of pandas, NaN a text
 
 
 def refuse_left_out(row: Row, columns: Iterable[str], key: str, text: str) -> None:
