@@ -520,8 +520,8 @@ def column_value(row: Row, column: str) -> Any:
 
 
 def says_no_input(row: Row) -> bool:
-    """Whether the column `input` only says that there is none, as Alpaca's `<noinput>`."""
-    return (said := str(row.get("input")).strip()) == "nan" or said.casefold() in NO_INPUT  # nan is of pandas, NaN a text
+    """Whether the column `input` only says that there is none: `<noinput>` of Alpaca, `nan` of pandas (`NaN` is a text)."""
+    return (said := str(row.get("input")).strip()) == "nan" or said.casefold() in NO_INPUT
 
 
 def refuse_left_out(row: Row, columns: Iterable[str], key: str, text: str) -> None:
