@@ -205,6 +205,7 @@ def test_a_null_in_a_pair_is_told_and_no_unknown_format(pair):
     [
         ({"instruction": "Who?", "context": "Ann did.", "response": "Ann."}, "Who?\n\nAnn did."),
         ({"question": "Who?", "passage": "Ann did.", "answer": "Ann."}, "Who?\n\nAnn did."),
+        ({"instruction": "Which bread is this?", "input": "Nan", "output": "Ann's."}, "Which bread is this?\n\nNan"),
         (
             {"question": "Who?", "contexts": ["Ann did.", "Bob did not."], "answer": "Ann."},
             "Who?\n\nAnn did.\n\nBob did not.",

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 import loragate as lg
 from beside import BESIDE, loaded, make
 from loragate.doctor.static import examine_static
 from loragate.errors import ConfigError, LoragateError
 from loragate.models import Loading, ModelRef, merge, open_base, open_model, open_tokenizer, output_difference, resolve
-from loragate.models.output_difference import compare, compute_log_probs, make_probe_prompts
+from loragate.models.output_difference import compare, compute_log_probs, make_probe_prompts, write_tokenizer
 from loragate.training.run import save_tokenizer
 from tiny import (
+    TEMPLATE,
     TURN_END,
     chatml_tokenizer,
     logits,
@@ -83,6 +85,39 @@ def test_a_merged_model_reads_texts_as_the_adapter_did(tmp_path: Path, fails: An
     said = fails(*line, tmp_path / "other")
     assert "reads other token ids from the tokenizer that was written (Qwen2Tokenizer) than the given one" in said
     assert not (tmp_path / "other").exists()
+
+
+def test_a_chat_template_that_comes_back_in_another_form_is_the_same(tmp_path: Path) -> None:
+    """Line ends of Windows are read as plain ones from a file, and a list of one template as that."""
+    for template in (f"{TEMPLATE}\r\n{{# ends #}}", {"default": TEMPLATE}):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        assert write_tokenizer(tokenizer, tmp_path) == ""
+    tokenizer.save_pretrained = lambda folder: tiny_tokenizer().save_pretrained(folder)
+    tokenizer.chat_template = f"{TEMPLATE} w9"
+    assert "reads another chat template" in write_tokenizer(tokenizer, tmp_path)
+
+
+def test_a_tokenizer_of_few_words_is_written(tmp_path: Path) -> None:
+    """It refuses other texts, as it has no token for the unknown."""
+    words = {word: index for index, word in enumerate(("<eos>", "a", "b"))}
+    core = Tokenizer(models.WordLevel(words, unk_token="<none>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    assert write_tokenizer(tokenizer, tmp_path) == ""
+    words["a"], words["b"] = words["b"], words["a"]
+    swapped = Tokenizer(models.WordLevel(words, unk_token="<none>"))
+    swapped.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    other = PreTrainedTokenizerFast(tokenizer_object=swapped, eos_token="<eos>")
+    tokenizer.save_pretrained = other.save_pretrained
+    assert "reads other token ids" in write_tokenizer(tokenizer, tmp_path)
+
+
+def test_a_warning_of_a_written_tokenizer_comes_once(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(output_difference, "active_template", lambda tokenizer: str(id(tokenizer)))  # never alike
+    for name in ("checkpoint-1", "checkpoint-2"):
+        save_tokenizer(tiny_tokenizer(), tmp_path / name)
+    assert caplog.text.count("reads another chat template") == 1
 
 
 def test_a_merged_model_ends_its_answers_where_the_adapter_does(tmp_path: Path) -> None:

@@ -73,6 +73,17 @@ def test_an_honest_server_passes(dialect, folders, capsys):
     assert all(one["figure"] < 1e-5 for one in parity)
 
 
+@pytest.mark.parametrize("more", [{"target_modules": ["q_proj", "embed_tokens"]}, {"trainable_token_indices": [2, 3]}])
+def test_an_adapter_of_the_embeddings_is_checked(more, served, tmp_path, capsys):
+    adapter = tiny_adapter(base=tiny_base(num_hidden_layers=1), **more)
+    write_adapter(tmp_path / "adapter", served / "base", adapter)
+    with running(FakeServer(tmp_path / "adapter")) as url:
+        status, _, checks = verify(capsys, url, tmp_path / "adapter")
+    parity = {one["of"]: one["verdict"] for one in checks if one["name"].startswith("parity")}
+    assert parity["adapter"] == "passes", checks
+    assert status == 0
+
+
 @pytest.mark.parametrize("fault", ["", "field ignored"])
 def test_strengths_as_a_field_of_the_request(fault, folders, capsys):
     adapter, _ = folders

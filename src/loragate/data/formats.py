@@ -56,7 +56,7 @@ CONTEXT = (
     "paragraph",
     "story",
 )
-NO_INPUT = ("<noinput>", "noinput", "<no input>", "no input", "nan")  # of Alpaca's rows and of pandas, in small letters
+NO_INPUT = ("<noinput>", "noinput", "<no input>", "no input")  # of Alpaca's rows, in small letters
 CHOICES = ("choices", "options", "answer_choices", "endings", "A", "option_a")  # what a question lets choose from
 SYSTEM = ("system", "system_prompt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -520,8 +520,8 @@ def column_value(row: Row, column: str) -> Any:
 
 
 def says_no_input(row: Row) -> bool:
-    """Whether the column `input` only says that there is none, as Alpaca's `<noinput>`."""
-    return str(row.get("input")).strip().casefold() in NO_INPUT
+    """Whether the column `input` only says that there is none: `<noinput>` of Alpaca, `nan` of pandas (`NaN` is a text)."""
+    return (said := str(row.get("input")).strip()) == "nan" or said.casefold() in NO_INPUT
 
 
 def refuse_left_out(row: Row, columns: Iterable[str], key: str, text: str) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from loragate.data.chat import active_template
 from loragate.errors import LoragateError
 from loragate.files import read_json, write_json
 from loragate.hub_names import cached_file, cached_folder
@@ -154,18 +157,35 @@ def _read_otherwise(tokenizer: Any, folder: Path) -> str:
     code = type(tokenizer).__module__.startswith("transformers_modules")  # which was trusted, and ran
     try:
         read = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=code)
-    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, ImportError) as error:
-        return f"{folder}: the tokenizer that was written cannot be read with AutoTokenizer ({str(error)[:200]})"
+    except Exception as error:  # what the library tokenizers raises has no narrower class
+        return f"the tokenizer that was written cannot be read with AutoTokenizer ({str(error)[:200]})"
     draw = random.Random(SEED)
     drawn = [draw.randrange(len(tokenizer)) for _ in range(PROMPT_TOKENS)]
-    for text in (*TEXTS, tokenizer.decode(drawn), " ".join(tokenizer.all_special_tokens)):
-        expected, ids = (one(text)["input_ids"] for one in (tokenizer, read))
-        if expected != ids:
+    texts = [*TEXTS, " ".join(tokenizer.all_special_tokens)]
+    with suppress(Exception):  # of ids that stand for no token
+        texts.append(tokenizer.decode(drawn))
+    for text in texts:
+        expected, ids = (_ids(one, text) for one in (tokenizer, read))
+        if expected is not None and expected != ids:
+            ids = ids or []
             at = [*(own == other for own, other in zip(expected, ids)), False].index(False)
             return (
-                f"{folder}: AutoTokenizer reads other token ids from the tokenizer that was written ({type(read).__name__}) than "
+                f"AutoTokenizer reads other token ids from the tokenizer that was written ({type(read).__name__}) than "
                 f"the given one ({type(tokenizer).__name__}): {ids[at : at + 5]} and not {expected[at : at + 5]} in {text[:40]!r}"
             )
-    if read.chat_template != tokenizer.chat_template:
-        return f"{folder}: AutoTokenizer reads another chat template from the tokenizer that was written than was given"
+    if _template(read) != _template(tokenizer):
+        return "AutoTokenizer reads another chat template from the tokenizer that was written than was given"
     return ""
+
+
+def _ids(tokenizer: Any, text: str) -> list[int] | None:
+    """The token ids of a text; None where it is refused, as by a tokenizer of few words without one for the unknown."""
+    try:
+        return list(tokenizer(text)["input_ids"])
+    except Exception:  # the library tokenizers raises nothing narrower
+        return None
+
+
+def _template(tokenizer: Any) -> str:
+    """The chat template as it renders: of several the default one, with line ends as files are read."""
+    return "\n".join(re.split(r"\r\n?|\n", active_template(tokenizer) or ""))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,4 +97,9 @@ def check_custom_objective(objective: Objective, settings: TrainSettings | SFTCo
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """The tokenizer into an adapter's folder, as AutoTokenizer reads it; a warning where that reads other ids."""
     if otherwise := write_tokenizer(tokenizer, folder):
-        logger.warning("%s; give the base's tokenizer wherever the adapter is used", otherwise)
+        _warn(f"{otherwise}; give the base's tokenizer wherever the adapter is used")
+
+
+@cache  # checkpoints have the same tokenizer
+def _warn(message: str) -> None:
+    logger.warning(message)

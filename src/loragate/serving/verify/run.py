@@ -49,7 +49,7 @@ class References:
     def _of(self, loaded: Loaded, served: Mapping[Target, Sequence[ServedAnswer]]) -> dict[Target, VariantAgreement]:
         variants = {_variant(target, loaded): target for target in served}
         answers = {variant: served[target] for variant, target in variants.items()}
-        known = loaded.model.get_input_embeddings().num_embeddings
+        known = int(loaded.model.get_input_embeddings().weight.shape[0])  # an adapter may lie around them
         for variant, target in variants.items():
             for token in (token for answer in answers[variant] for token in answer.token_ids):
                 if not 0 <= token < known:
