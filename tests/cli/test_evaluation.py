@@ -33,7 +33,7 @@ from loragate.evaluation.judging import grading_fingerprint, read_grades, write_
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
-from loragate.evaluation.statistics import average_at_k, compare_out_of_fold, out_of_fold
+from loragate.evaluation.statistics import average_at_k, compare_out_of_fold, out_of_fold, simultaneous
 from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import (
     ModelVariant,
@@ -260,10 +260,10 @@ def test_every_variant_at_every_temperature_that_is_given_and_at_no_other(place,
         )
         for name in names
     }
-    for name in names:
+    family, _ = simultaneous([compare_out_of_fold(found[name], found["adapter"]) for name in names[1:]])
+    for name, versus in zip(names, [None, *family], strict=True):
         best = record.find("words", name).at_best
         assert best.score == average_at_k(found[name][:, None])
-        versus = None if name == "adapter" else compare_out_of_fold(found[name], found["adapter"])
         assert best.comparison == versus
         assert f"{name} {percent(best.score.mean)}" in shown.partition("At its best temperature %:")[2]
     assert all(row.at_best is None for row in record.results if row.temperature is not None)
