@@ -242,10 +242,10 @@ def test_quickstart(tmp_path, capsys):
     assert "next: loragate generate" in capsys.readouterr().out
     record = read_record(out / "results.json")
     names = [row.label for row in record.results if row.task == "tiny"]
-    heats = ("T=0.6", "T=0.3", "greedy")
-    assert names[:8] == ["adapter", "base", *(f"{acts} {heat}" for acts in ("adapter", "base") for heat in heats)]
-    assert names[8].startswith("adapter λ=")
-    assert names[9:14] == [f"adapter {DFT}", "gated", *(f"gated {heat}" for heat in heats)]
+    heats, models = ("", " T=0.6", " T=0.3", " greedy"), ("adapter", "base", "gated")
+    assert names[:12] == [f"{model}{heat}" for heat in heats for model in models]
+    assert names[12].startswith("adapter λ=")
+    assert names[13] == f"adapter {DFT}"
     assert names[14:] == [f"gated [-3,1] {name}" for name in ("noreverse", "noextrapolate", "unit")]
     assert [row.label for row in record.results if row.task == "tiny_retention"] == names
     selection = json.loads((out / "gated" / "gate_config.json").read_text())["selection"]
