@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from loragate.cli.arguments import Command, resolved_yaml
 from loragate.cli.calibrate import AdapterOptions
@@ -17,6 +18,8 @@ from loragate.gates.range import parse_ranges
 from loragate.selection.settings import DevSettings
 from loragate.training.settings import GateTrainingSettings
 from loragate.validate import NonNegativeFloat, NonNegativeInt, PositiveInt, comma_list
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,10 @@ class SweepOptions(AdapterOptions):
 def run(options: SweepOptions) -> int:
     """Plan, train what is not finished, evaluate, choose, write the best."""
     require_files(options)
-    try:
-        seeds = [int(part) for part in comma_list(options.seeds)]
-    except ValueError:
-        raise ConfigError(
-            f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
-        ) from None
-    try:
-        rates = [float(part) for part in comma_list(options.learning_rates)]
-    except ValueError:
-        raise ConfigError(
-            f"--learning-rates: expected numbers separated by commas, such as 1e-4,5e-4, found {options.learning_rates!r}"
-        ) from None
+    seeds = _numbers("--seeds", options.seeds, int, "whole numbers separated by commas, such as 0,1,2")
+    rates = _numbers(
+        "--learning-rates", options.learning_rates, float, "numbers separated by commas, such as 1e-4,5e-4"
+    )
     from loragate.report.selection import selection_table, write_selection
     from loragate.selection.selection_run import progress_callback
     from loragate.selection.sweep import Sweep, absolute_if_exists, choose_runner, raise_failures, run_sweep
@@ -114,6 +109,13 @@ def run(options: SweepOptions) -> int:
     out.print(f"written to {folder}: best/, selection.json, .md{drawn}")
     out.print(format_next_command(folder / "best", "runs/best", options.dev_task, options.system))
     return 0
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], Number], expected: str) -> list[Number]:
+    try:
+        return [kind(part) for part in comma_list(text)]
+    except ValueError:
+        raise ConfigError(f"{flag}: expected {expected}, found {text!r}") from None
 
 
 COMMAND = Command(

@@ -409,7 +409,7 @@ def describe_form(raw: bool, message: str | None = None, system: str = "none") -
 def is_same_form(one: str, other: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether two forms of `describe_form` put a prompt to a model alike: also where the template adds no system message."""
     free = {describe_form(False, system=system) for system in SYSTEM_MODES}
-    return one == other or ({one, other} <= free and not Chat(tokenizer)._injected)
+    return one == other or ({one, other} <= free and not Chat(tokenizer).default_system)
 
 
 def active_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
